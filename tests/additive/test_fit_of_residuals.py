@@ -31,8 +31,9 @@ def additive_and_noise(shape: tuple[int, ...], level: float, noise: float) -> Te
     return noise * x + level * (3 + y + z - distance / n_key)
 
 
-@pytest.mark.parametrize("sizes", [FLOAT32, *slow([OTHERS])], ids=["float32", "others"])
-@pytest.mark.parametrize(("name", "pool"), POOLED)
+@pytest.mark.parametrize(
+    ("name", "pool", "sizes"), [*((*case, FLOAT32) for case in POOLED), *slow((*case, OTHERS) for case in POOLED[::5])]
+)
 def test_a_residual_has_no_additive_part(name: str, pool: bool, sizes: list[tuple[float, float, torch.dtype]]) -> None:
     case = CASES[name]
     options: dict[str, Any] = {**case.options, "pool": pool, "check": False}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,28 +48,32 @@ def figures() -> dict[str, go.Figure]:
     }
 
 
-@pytest.mark.parametrize(("width", "height"), SIZES)
-def test_the_title_of_a_colour_bar_covers_no_tick(
-    width: int, height: int, opened: Callable[..., Any], tmp_path: Path
-) -> None:
-    drawn = figures()
+def page_of(figures: Iterable[go.Figure], path: Path, opened: Callable[..., Any]) -> Any:
+    """Open a page of these figures, with the library once."""
     html = "".join(
-        figure.update_layout(width=width, height=height).to_html(full_html=False, include_plotlyjs=number == 0)
-        for number, figure in enumerate(drawn.values())
+        figure.to_html(full_html=False, include_plotlyjs=number == 0) for number, figure in enumerate(figures)
     )
-    (tmp_path / "plots.html").write_text(f'<!doctype html><meta charset="utf-8">{html}', encoding="utf-8")
-    page = opened(tmp_path / "plots.html", width=1100)
+    path.write_text(f'<!doctype html><meta charset="utf-8">{html}', encoding="utf-8")
+    return opened(path, width=1100)
+
+
+def test_the_title_of_a_colour_bar_covers_no_tick(opened: Callable[..., Any], tmp_path: Path) -> None:
+    drawn = {
+        (name, *size): go.Figure(figure).update_layout(width=size[0], height=size[1])
+        for name, figure in figures().items()
+        for size in SIZES
+    }
+    page = page_of(drawn.values(), tmp_path / "plots.html", opened)
     page.page.wait_for_function(f"() => document.querySelectorAll('.colorbar text').length >= {2 * len(drawn)}")
-    for name, (n_labels, *wrong) in zip(drawn, page.page.evaluate(_COLLISIONS), strict=True):
-        assert n_labels >= 3, name
-        assert wrong == [], name
-    page.page.screenshot(path=tmp_path / "plots.png", full_page=True)
+    for case, (n_labels, *wrong) in zip(drawn, page.page.evaluate(_COLLISIONS), strict=True):
+        assert n_labels >= 3, case
+        assert wrong == [], case
 
 
-# Of the only figure: texts that lie over each other, that lie over a large marker that is not their own (plotly draws
+# By figure: texts that lie over each other, that lie over a large marker that is not their own (plotly draws
 # the markers and the labels of a trace in the same order), or that the figure's edge cuts off.
-_LABELS = """() => {
-  const plot = document.querySelector(".js-plotly-plot"), edge = plot.getBoundingClientRect();
+_LABELS = """() => [...document.querySelectorAll(".js-plotly-plot")].map((plot) => {
+  const edge = plot.getBoundingClientRect();
   const box = (x) => x.getBoundingClientRect();
   const meet = (p, q) =>
     p.left + 0.5 < q.right && q.left + 0.5 < p.right && p.top + 3 < q.bottom && q.top + 3 < p.bottom;
@@ -86,31 +90,31 @@ _LABELS = """() => {
   const cut = texts.filter((x) => { const b = box(x); return b.left < edge.left || b.right > edge.right ||
     b.top < edge.top || b.bottom > edge.bottom; }).map((x) => `${x.textContent} is cut`);
   return [labels.length, markers.length, ...over, ...hidden, ...cut];
-}"""
+})"""
 
 
 PLANES = [((340, 300), True), *((size, given) for size in [(500, 440), *SIZES[2:]] for given in (True, False))]
 
 
-@pytest.mark.parametrize(("size", "is_given"), PLANES, ids=[f"{w}-{'given' if x else 'free'}" for (w, _), x in PLANES])
-def test_texts_of_the_plane_cover_nothing(
-    size: tuple[int, int], is_given: bool, opened: Callable[..., Any], tmp_path: Path
-) -> None:
-    """Of a figure that was made for its size, and of one for the usual sizes, which are larger than the first here."""
-    width, height = size
+def test_texts_of_the_plane_cover_nothing(opened: Callable[..., Any], tmp_path: Path) -> None:
+    """Of figures made for their size, and of figures for the usual sizes, which are larger than the first here."""
     chance = np.random.default_rng(0)
     names = ["where_part", "what_part", "neither_part"]
     parts = [dict(zip(names, chance.dirichlet([0.5] * 3, len(HEADS)).T, strict=True)) for _ in range(2)]
     verdicts = ["where", "what", "mixed", "neither", "undecided", "not used", "mixed", "what"] * 4
     numbers = {"contribution": chance.exponential(size=len(HEADS)), "joint": chance.uniform(size=len(HEADS))}
     before, after = (HEADS.assign(**one, **numbers, verdict=verdicts) for one in parts)
-    options: dict[str, Any] = {"width": width, "height": height} if is_given else {}
-    figure = plot_where_or_what(before, random=after, after=after, **options)
-    html = figure.update_layout(width=width, height=height).to_html(full_html=False)
-    (tmp_path / "plane.html").write_text(f'<!doctype html><meta charset="utf-8">{html}', encoding="utf-8")
-    page = opened(tmp_path / "plane.html", width=1100)
-    page.page.wait_for_selector(".textpoint text")
-    n_labels, n_large, *wrong = page.page.evaluate(_LABELS)
-    assert wrong == []
-    assert 3 <= n_labels <= 10
-    assert n_large > 5
+    drawn = []
+    for (width, height), is_given in PLANES:
+        options: dict[str, Any] = {"width": width, "height": height} if is_given else {}
+        figure = plot_where_or_what(before, random=after, after=after, **options)
+        drawn.append(figure.update_layout(width=width, height=height))
+    page = page_of(drawn, tmp_path / "planes.html", opened)
+    drawn_all = (
+        "(n) => [...document.querySelectorAll('.js-plotly-plot')].filter(x => x.querySelector('.textpoint text'))"
+    )
+    page.page.wait_for_function(f"{drawn_all}.length === n", arg=len(PLANES))
+    for case, (n_labels, n_large, *wrong) in zip(PLANES, page.page.evaluate(_LABELS), strict=True):
+        assert wrong == [], case
+        assert 3 <= n_labels <= 10, case
+        assert n_large > 5, case
