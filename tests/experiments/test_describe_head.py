@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pandas as pd
@@ -32,6 +33,7 @@ REFERENCE, TEXTS = by_hand.draw_texts(12, seed=1), by_hand.draw_texts(12, seed=2
 QUIET: dict[str, Any] = {"seeds": 0, "progress": False}
 
 
+@cache
 def wrapped(wrapper: str) -> Any:
     return {"bridge": zoo.as_bridge, "hooked": zoo.as_hooked}[wrapper](by_hand.model())
 

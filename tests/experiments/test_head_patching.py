@@ -107,13 +107,13 @@ def test_later_layers_that_read_the_keys_and_values_of_earlier_ones(activation: 
     zoo.randomise(original, 0.2, 0.09)
     model = zoo.as_bridge(original)
     cache = model.run_with_cache(TOKENS)[1]
-    effects = table(model, activation, layers=list(range(4)))
+    effects = table(model, activation, layers=list(range(4)), heads=[0, 2, 4, 6])
     for layer in range(4):
         name = f"blocks.{layer}.attn.hook_{activation}"
         ours = effects[effects["layer"] == layer]["value"].tolist()
-        for head in range(0, 8, 2):
+        for n, head in enumerate((0, 2, 4, 6)):
             at = (slice(None), slice(None), head if activation == "z" else head // 2)
-            assert ours[head] == pytest.approx(by_hand(model, name, at, cache[name][at]), abs=1e-5)
+            assert ours[n] == pytest.approx(by_hand(model, name, at, cache[name][at]), abs=1e-5)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

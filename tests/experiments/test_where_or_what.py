@@ -164,8 +164,9 @@ def test_padding_changes_nothing(kind: str, name: str, side: str, shared_model: 
     mask = torch.stack([torch.nn.functional.pad(torch.ones_like(x), ends) for ends, x in pad])
     table = measured(model, FITTED, {"input_ids": ids, "attention_mask": mask}, exact=["L1H3"])
     same_as_plain(model, table[table["measured"] == "run"], FITTED, texts, name)
-    swapped = measured(model, {"input_ids": ids, "attention_mask": mask}, MEASURED)
-    backwards = measured(model, {"input_ids": ids.flip(0), "attention_mask": mask.flip(0)}, MEASURED)
+    some: dict[str, Any] = {"heads": [3, 6]}
+    swapped = measured(model, {"input_ids": ids, "attention_mask": mask}, MEASURED, **some)
+    backwards = measured(model, {"input_ids": ids.flip(0), "attention_mask": mask.flip(0)}, MEASURED, **some)
     assert swapped["kept_distance"].tolist() == pytest.approx(backwards["kept_distance"].tolist(), abs=1e-3)
 
 
@@ -216,8 +217,12 @@ def test_estimates_leave_out_what_positions_do_together() -> None:
 # --- the table --------------------------------------------------------------------------------------------------
 
 
-def test_rows_columns_and_attributes(shared_model: Any) -> None:
-    table = measured(shared_model("bridge", "llama-gqa"), FITTED, exact=3)
+@pytest.fixture(scope="module")
+def table() -> pd.DataFrame:
+    return measured(zoo.load("bridge", "llama-gqa"), FITTED, exact=3)
+
+
+def test_rows_columns_and_attributes(table: pd.DataFrame) -> None:
     numbers = ["contribution", "where_part", "what_part", "neither_part", "joint", "difference"]
     numbers += ["kept_distance", "kept_content", "kept_uniform", "gate"]
     columns = [column for name in numbers for column in (name, f"{name}_se")]
@@ -230,9 +235,8 @@ def test_rows_columns_and_attributes(shared_model: Any) -> None:
     assert table.attrs["passes"] > 4
 
 
-def test_the_table_says_what_it_holds_before_its_rows(shared_model: Any) -> None:
+def test_the_table_says_what_it_holds_before_its_rows(table: pd.DataFrame) -> None:
     """Parts of the sum, the verdicts and the heads that contribute most, computed from the rows."""
-    table = measured(shared_model("bridge", "llama-gqa"), FITTED, exact=3)
     statement, total = table.attrs["statement"], table["contribution"].sum()
     assert statement.startswith("Of what 16 heads contribute in 4 texts of 12 tokens, each alone, ")
     for part, words in (
@@ -256,9 +260,10 @@ def test_the_table_says_what_it_holds_before_its_rows(shared_model: Any) -> None
         assert names in table._repr_html_()
     assert repr(table).startswith(statement)
     assert type(table[table["verdict"] == "what"]) is type(table.copy()) is pd.DataFrame
-    del table["verdict"]
-    assert repr(table) == repr(pd.DataFrame(table))
-    assert table._repr_html_() == pd.DataFrame(table)._repr_html_()
+    without = type(table)(table.drop(columns="verdict"))
+    without.attrs = table.attrs
+    assert repr(without) == repr(pd.DataFrame(without))
+    assert without._repr_html_() == pd.DataFrame(without)._repr_html_()
 
 
 def test_groups_are_replaced_together(shared_model: Any) -> None:
@@ -333,8 +338,10 @@ def test_the_heads_of_largest_contribution_are_run(shared_model: Any) -> None:
     half = measured(model, FITTED, layers=1, exact="half")
     share = estimated["contribution"].sort_values(ascending=False).cumsum() / estimated["contribution"].sum()
     assert (half["measured"] == "run").sum() == (share < 0.5).sum() + 1  # all in one layer
-    pairs = measured(model, FITTED, layers=1, exact=[(1, 3), (1, 2)])
-    labels = measured(model, FITTED, layers=1, exact=["L1H2", "L1H3"])
+    pairs, labels = (
+        measured(model, FITTED, layers=1, heads=[2, 3, 5], exact=exact)
+        for exact in ([(1, 3), (1, 2)], ["L1H2", "L1H3"])
+    )
     pd.testing.assert_frame_equal(pairs, labels)
 
 
@@ -343,10 +350,10 @@ def test_the_heads_of_largest_contribution_are_run(shared_model: Any) -> None:
 
 @pytest.mark.usefixtures("unchecked")
 def test_in_inference_mode(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    table = measured(model, FITTED)
+    model, one = shared_model("bridge", "llama-gqa"), {"layers": 1, "heads": [2]}
+    table = measured(model, FITTED, **one)
     with torch.inference_mode():
-        pd.testing.assert_frame_equal(measured(model, FITTED), table)
+        pd.testing.assert_frame_equal(measured(model, FITTED, **one), table)
 
 
 REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
@@ -397,7 +404,8 @@ def test_one_long_text_among_short_ones_is_cut(shared_model: Any) -> None:
     mask = torch.nn.functional.pad(torch.ones_like(MEASURED), (0, 1))
     mask[1, -1] = 1
     model, batch = shared_model("bridge", "llama-gqa"), {"input_ids": ids, "attention_mask": mask}
-    pd.testing.assert_frame_equal(measured(model, batch), measured(model, MEASURED))
+    found, expected = (measured(model, texts, layers=1, heads=[3]) for texts in (batch, MEASURED))
+    pd.testing.assert_frame_equal(found, expected)
 
 
 def test_sentences_are_measured_as_they_are() -> None:
@@ -407,7 +415,7 @@ def test_sentences_are_measured_as_they_are() -> None:
     tokenizer = model.tokenizer
     padded = tokenizer(sentences, padding=True, return_tensors="pt")
     with_mask = {name: padded[name] for name in ("input_ids", "attention_mask")}
-    one, other = (where_or_what(model, x, layers=0, exact=0, progress=False) for x in (sentences, with_mask))
+    one, other = (where_or_what(model, x, heads="L0H5", exact=0, progress=False) for x in (sentences, with_mask))
     pd.testing.assert_frame_equal(one, other)
     with pytest.raises(ValueError, match=r'without padding, .*\{"input_ids": ids, "attention_mask": mask\}'):
         where_or_what(model, with_mask["input_ids"], progress=False)
@@ -416,7 +424,7 @@ def test_sentences_are_measured_as_they_are() -> None:
 def test_short_texts_are_warned_of() -> None:
     model, tokens = load_demo_model(), demo_tokens(length=32).view(2, 16)
     with pytest.warns(UserWarning, match=r"texts have 16 tokens on average: below about 32 few keys can be wrong"):
-        where_or_what(model, tokens, layers=0, exact=0, progress=False)
+        where_or_what(model, tokens, heads="L0H5", exact=0, progress=False)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -424,16 +432,17 @@ def test_equal_texts_are_warned_of(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     for texts in ((torch.cat([MEASURED, MEASURED[:1]]),), (FITTED[:, :11], torch.cat([FITTED[:2, :11], MEASURED[:1]]))):
         with pytest.warns(UserWarning, match=r"2 of [34] measured texts occur more than once among the texts"):
-            measured(model, *texts)
+            measured(model, *texts, layers=1, heads=[0], exact=0)
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_hooks_of_the_user_are_named(shared_model: Any) -> None:
     """They are in force, and what is said does not hide it."""
     model, point = shared_model("bridge", "llama-gqa"), "blocks.1.attn.hook_z"
-    assert "hooks" not in measured(model, FITTED, exact=0).attrs
+    some: dict[str, Any] = {"heads": [0, 3], "exact": 0}
+    assert "hooks" not in measured(model, FITTED, **some).attrs
     with model.hooks(fwd_hooks=[(point, lambda z, hook: 0 * z)]):
-        table = measured(model, FITTED, exact=0)
+        table = measured(model, FITTED, **some)
         description = describe_head(model, FITTED, "L1H0", seeds=0, progress=False)
     assert table.attrs["hooks"] == [point]
     assert table.attrs["statement"].endswith(f" Measured under hooks of your own at {point}.")
@@ -453,16 +462,17 @@ def test_hooks_of_this_package_on_measured_heads_are_refused(kind: str, name: st
     lists += [ablate_heads(model, ["L0H2"]), knock_out(model, keys=[1], heads="L0H2")]
     words = r"^model must not have hooks of this package .* change L0H2: remove them, or measure other heads"
     for hooks in lists:
-        for on_model in (model.hooks(fwd_hooks=hooks), applied(model, hooks)):
-            with on_model:
+        for by_applied in (False, True):
+            with applied(model, hooks) if by_applied else model.hooks(fwd_hooks=hooks):
                 with pytest.raises(ValueError, match=words):
                     measured(model, FITTED)
                 with pytest.raises(ValueError, match=words):
                     measured(model, FITTED, groups={"some": ["L1H1", "L0H2"]})
                 with pytest.raises(ValueError, match=words):
                     describe_head(model, FITTED, "L0H2", progress=False)
-                assert len(measured(model, FITTED, layers=1, heads=[2], exact=0)) == 1
-    assert len(measured(model, FITTED, exact=0)) == 16
+                if by_applied:
+                    assert len(measured(model, FITTED, layers=1, heads=[2], exact=0)) == 1
+    assert len(measured(model, FITTED, heads=[2], exact=0)) == 2
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -474,6 +484,6 @@ def test_models_without_rotation_are_refused(shared_model: Any) -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_layers_without_rotation_have_no_rows(shared_model: Any) -> None:
     model = shared_model("bridge", "smollm3")
-    assert measured(model, FITTED)["layer"].tolist() == [0] * 8
+    assert measured(model, FITTED, exact=0)["layer"].tolist() == [0] * 8
     with pytest.raises(ValueError, match=r"layer 1"):
         measured(model, FITTED, layers=1)

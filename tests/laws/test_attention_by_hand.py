@@ -67,12 +67,6 @@ def test_triples(subject: Subject) -> None:
     subject.check(of_all_fields(compatible(subject.calls(), 3)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name", "layer"), FAST)
-def test_every_triple_of_calls(subject: Subject) -> None:
-    subject.check(compatible(subject.calls(), 3))
-
-
 @MECHANISMS
 def test_pairs_that_conflict(subject: Subject) -> None:
     """They are refused when they are added, by the names of the layer, the head and both calls."""
