@@ -117,6 +117,68 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
         load_model(folder)
 
 
+def two_sets(at: Path, first: str, second: str) -> Path:
+    """A folder in which a model was saved over another, in one file or in shards."""
+    for name, size in (("llama", first), ("llama-gqa", second)):
+        saved(at, name, max_shard_size=size)
+    return at / "model"
+
+
+def with_index(folder: Path, *files: str) -> Path:
+    """With an index of these files, of which the last is there."""
+    (folder / files[-1]).touch()
+    index = {"metadata": {}, "weight_map": {f"{n}": name for n, name in enumerate(files)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return folder
+
+
+def with_file(folder: Path, name: str, content: bytes = b"?") -> Path:
+    (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "others"),
+    [
+        (lambda at: two_sets(at, "1GB", "40KB"), r"model-00001-of-\d+.safetensors, .*, …"),
+        (lambda at: with_file(saved(at), "model-00002-of-00002.safetensors"), "model-00002-of-00002.safetensors"),
+        (lambda at: with_index(saved(at), "a.safetensors", "b.safetensors"), "b.safetensors"),
+        (lambda at: with_file(saved(at), "adapter_model.safetensors"), "adapter_model.safetensors"),
+        (lambda at: with_file(saved(at), "adapter_model.bin"), "adapter_model.bin"),
+        (lambda at: with_file(saved(at, max_shard_size="40KB"), "adapter_model.safetensors"), "adapter_model.safeten"),
+    ],
+    ids=[
+        *("saved as shards over one file", "a shard without index", "an index"),
+        *("an adapter", "an adapter in a pickle", "an adapter beside shards"),
+    ],
+)
+def test_other_weights_beside_those_that_are_read_are_refused(make: Any, others: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"name_or_dir must be .* with model.safetensors.* beside {others}"):
+        load_model(make(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda at: two_sets(at, "40KB", "1GB"),
+        lambda at: with_index(saved(at), "model-00001-of-00001.safetensors", "model.safetensors"),
+        lambda at: with_file(saved(at), "model.safetensors.index.json"),
+        lambda at: with_file(saved(at), "model.safetensors.index.json", b"[]"),
+        lambda at: with_file(saved(at), "pytorch_model.bin"),
+        lambda at: with_file(saved(at, max_shard_size="40KB"), "pytorch_model.bin"),
+        lambda at: with_file(saved(at), "model.fp16.safetensors"),
+        lambda at: with_file(saved(at), "consolidated.safetensors"),
+    ],
+    ids=[
+        *("saved as one file over shards", "an index of this file", "a damaged index", "a list as index"),
+        *("a pickle beside the file", "a pickle beside shards", "a variant", "a file of another format"),
+    ],
+)
+def test_files_that_are_never_read_are_harmless(make: Any, tmp_path: Path) -> None:
+    """What is read is safetensors, in one file or as the index says."""
+    torch.testing.assert_close(loaded(make(tmp_path)), zoo.hf_logits("llama-gqa", TOKENS), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

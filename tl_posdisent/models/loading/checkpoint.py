@@ -6,6 +6,8 @@ All other errors are those of transformers.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +23,8 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spi
 _MASKS = re.compile(r"\.\d+\.attn(\.attention)?\.(bias|masked_bias|causal_mask)$")
 # Parts that a model of text has no use for.
 _NOT_TEXT = re.compile(r"^(model\.)?(vision|visual|image|audio|multi_modal)")
-_SHOWN = 3  # names of tensors in an error
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHOWN = 3  # names in an error
 # Rotations that do not change with the context that a configuration states.
 _FIXED_ROTATIONS = {None, "default", "linear", "llama3", "yarn", "proportional"}
 
@@ -34,9 +37,11 @@ def read_checkpoint(
     Weights in pickles are not read, and attention is eager, which is what hooks need.
 
     Raises:
-        ValueError: a tensor that is missing, has another shape, or that the model would ignore; ``n_ctx`` for a model
-            whose rotation depends on its context.
+        ValueError: a tensor that is missing, has another shape, or that the model would ignore; a folder with two
+            sets of weights; ``n_ctx`` for a model whose rotation depends on its context.
     """
+    if isinstance(source, Path):
+        _check_one_set(source)
     options: dict[str, Any] = {"local_files_only": isinstance(source, Path), "trust_remote_code": False}
     config = AutoConfig.from_pretrained(source, **options)
     if n_ctx is not None:
@@ -56,6 +61,32 @@ def read_checkpoint(
     if not isinstance(source, Path) or any((source / name).is_file() for name in _TOKENIZER):
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     return model, tokenizer
+
+
+def _check_one_set(folder: Path) -> None:
+    """Raise if weights that transformers does not read lie beside those that it reads: shards, or an adapter.
+
+    ``save_pretrained`` leaves an older ``model.safetensors``, which is read first, beside new shards. It removes older
+    shards, but not their index, which is harmless. So are pickles, which are never read.
+    """
+    if (found := next((name for name in (_FILE, _INDEX) if (folder / name).is_file()), None)) is None:
+        return
+    others = {path.name for path in folder.glob("adapter_model.*")}
+    if found == _FILE:
+        others |= {path.name for path in folder.glob("*-?????-of-?????.safetensors")}
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # no index, or damaged
+            index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+            others |= {name for name in index["weight_map"].values() if (folder / name).is_file()} - {_FILE}
+    if others:
+        raise ArgumentError(
+            "name_or_dir",
+            f"must be a folder with one set of weights, got one with {found} beside {_listed(sorted(others))}, of "
+            "which the first alone would be read: remove the weights that you do not mean, or merge the adapter",
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
 
 
 def set_context(config: Any, n_ctx: int) -> None:
@@ -80,11 +111,7 @@ def check_complete(report: Mapping[str, Any], *, text_alone: bool = False) -> No
     ignored = [name for name in report["unexpected_keys"] if not _MASKS.search(name)]
     ignored = [name for name in ignored if not (text_alone and _NOT_TEXT.match(name))]
     found = {"that are missing or have another shape": sorted(needed), "that the model would ignore": sorted(ignored)}
-    told = [
-        f"{len(names)} tensors {what} ({', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''})"
-        for what, names in found.items()
-        if names
-    ]
+    told = [f"{len(names)} tensors {what} ({_listed(names)})" for what, names in found.items() if names]
     if told:
         raise ValueError(
             f"the weights are not those of this model: {' and '.join(told)}. Correct config.json, or save the whole "

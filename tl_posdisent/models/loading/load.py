@@ -238,7 +238,8 @@ def load_model(
 
     Raises:
         ValueError: unknown backend, device or dtype; a GGUF file; a tensor that is missing, has another shape than
-            ``config.json`` states, or that the model would ignore; ``n_ctx`` for a model whose rotation depends on its
+            ``config.json`` states, or that the model would ignore; a folder with ``model.safetensors``
+            beside shards, or with an adapter beside either; ``n_ctx`` for a model whose rotation depends on its
             context (dynamic NTK, longrope); a package that is not installed; a model that fails, that the backend
             cannot represent, or whose logits are not finite in this dtype. Whatever transformers cannot load is its
             own error, such as an ``OSError`` for a name that is neither on the hub nor in its cache.
