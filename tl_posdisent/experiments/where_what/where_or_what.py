@@ -75,7 +75,7 @@ def where_or_what(
 
     The first that applies is given. Random weights are at *neither* where attention is nearly uniform, but those with
     large scores are not: compare with copies (``random_control``). Parts belong to a length of texts: the more keys
-    there are, the more can be wrong, and *what* falls most. With fewer than about 32 tokens any attention seems to
+    there are, the more can be wrong, so that *neither* falls. With fewer than about 32 tokens any attention seems to
     suffice. In texts that repeat at one distance, distance and content say the same. Content is that of the head's
     input: an induction head is *what* because an earlier head, which is *where*, wrote the previous token there.
 
