@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from tl_posdisent.hooks.edit import Head
-from tl_posdisent.hooks.hook_function import HookFunction
+from tl_posdisent.hooks.hook_function import HookFunction, functions_on
 from tl_posdisent.hooks.hook_list import check_entries
 from tl_posdisent.models.running.forward_pass import Hook, installed
 from tl_posdisent.models.running.model_parts import n_layers
@@ -28,8 +28,8 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
     Args:
         model: HookedTransformer, TransformerBridge or a similar model.
         hooks: hooks of this package, or any list of ``(hook name or filter, function)``. Lists that are added,
-            ``a + b``, act together. Lists in nested blocks may act on different heads; on the attention of one head the
-            forward pass raises, unless their order makes no difference.
+            ``a + b``, act together. Lists in nested blocks may act on different heads; if two change the attention of
+            one head, or its result, the forward pass raises.
 
     Yields:
         The model itself.
@@ -93,7 +93,8 @@ def check_hooks(model: Any, hooks: Any) -> list[Hook]:
 
 def check_free(model: Any, heads: Collection[Head]) -> None:
     """Raise if interventions of this package that are on the model change one of these heads."""
-    left = {head for function in _own_functions(model) for layer in function.layers for head in layer.pairs}
+    points = set(model.hook_dict.values())
+    left = {x for point in points for function in functions_on(point) for layer in function.layers for x in layer.pairs}
     if found := sorted(left.intersection(heads)):
         labels = ", ".join(head_label(*head) for head in found[:_NAMED])
         more = f" and of {plural(len(found) - _NAMED, 'other head')}" if len(found) > _NAMED else ""
@@ -102,13 +103,3 @@ def check_free(model: Any, heads: Collection[Head]) -> None:
             f"must not have hooks of this package on the heads that are measured, got some that change {labels}{more}: "
             "remove them, or measure other heads",
         )
-
-
-def _own_functions(model: Any) -> Iterator[HookFunction]:
-    """Yield the hooks of this package that are on the model; TransformerLens keeps them in a function's closure."""
-    for point in set(model.hook_dict.values()):
-        for wrapped in point._forward_hooks.values():
-            free = dict(zip(wrapped.__code__.co_freevars, wrapped.__closure__ or (), strict=False))
-            hook = free["hook"].cell_contents if "hook" in free else None
-            parts = hook.args if isinstance(hook, functools.partial) else (hook,)
-            yield from (part for part in parts if isinstance(part, HookFunction))

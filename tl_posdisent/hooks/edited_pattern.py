@@ -39,8 +39,7 @@ class EditedRows:
         if not bool(((shown - expected).abs() <= allowed).all()):
             raise ValueError(
                 f"the pattern of layer {spec.layer} of {spec.architecture} is not the softmax of its edited scores: "
-                "the model does not use them, or other hooks act on its scores or pattern. Lists of hooks of this "
-                "package act together if they are added, a + b"
+                "the model does not use them, or other hooks act on its scores or pattern"
             )
 
 

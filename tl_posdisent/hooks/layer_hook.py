@@ -73,6 +73,12 @@ class LayerHook:
         edited = any(record.z for record in self.records.values())
         return (self.spec.taps.z or hook_name(self.spec.layer, "hook_z")) if edited else None
 
+    def changed_at(self, name: str) -> list[Head]:
+        """Return the heads that a hook changes."""
+        scores, results = name == self.at_scores, name == self.at_result
+        changed = (head for head, x in self.records.items() if (scores and x.edits_scores) or (results and x.z))
+        return [(self.spec.layer, head) for head in changed]
+
     @property
     def by_slot(self) -> bool:
         """Whether results are edited at slots of a whole text."""

@@ -147,6 +147,5 @@ def disagreement(spec: AttentionSpec, length: int) -> ValueError:
         f"scores of layer {spec.layer} of {spec.architecture} are not what its queries, keys and rotation give at the "
         "positions 0, 1, 2 …: packed texts, positions with gaps, padding or a bias that cannot be seen here, or other "
         "hooks act on its attention, or the model was changed after it was read. Run it on whole texts, without other "
-        "hooks on these heads; lists of hooks of this package act together if they are added, a + b, and a list acts "
-        "once; after a change of its rotation or scale, read the model and make the hooks again"
+        "hooks on these heads; after a change of its rotation or scale, read the model and make the hooks again"
     )
