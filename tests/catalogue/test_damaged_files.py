@@ -62,6 +62,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "save_checkpoint: another module": (lambda at: save_checkpoint(LINEAR, at / "x"), "model must be"),
     "save_checkpoint: a folder in its place": (lambda at: save_checkpoint(synthetic(), at), "directory"),
     "load_model: a dtype in words": (lambda at: load_model(folder(at), dtype="float32"), "dtype must be"),
+    "load_model: a dtype of 8 bits": (lambda at: load_model(folder(at), dtype=torch.float8_e4m3fn), "dtype must be"),
     "load_model: weights in a pickle": (lambda at: load_model(pickled_weights(at)), "no file named model.safetensors"),
     "load_model: code of its own": (lambda at: load_model(own_code(at)), "trust_remote_code"),
 }

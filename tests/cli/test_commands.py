@@ -295,6 +295,8 @@ REFUSED = [
     ("fit --length 16 --heads L4H2,x", "heads given as text must be labels such as"),
     *((f"fit --length 16 --std {x}", f"std must be a finite number above 0, got {x}") for x in ("-1.0", "nan", "0.0")),
     ("fit --length 16 --std confg", "std must be a finite number above 0, got 'confg'"),
+    ("fit --length 16 --control 0 --std confg", "std must be a finite number above 0, got 'confg'"),
+    ("fit --length 16 --control 0 --std -1.0", "std must be a finite number above 0, got -1.0"),
     *((f"fit --device {x}", f"device must be one that torch can use, got {x!r}: ") for x in ("abacus", "cuda:77")),
     *((f"fit --out {x}", f"out {ENDS} '{x}'") for x in ("table.xls", "table.json", ".", "..", "/", "new", ".csv")),
     ("fit --out short.txt/table.csv", "out must be a file that can be written, got 'short.txt/table.csv': "),

@@ -57,6 +57,23 @@ def test_global_randomness_is_untouched(backend: Any, trained: bool) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_checkpoint_is_read_from_its_path(kind: Any, tmp_path: Path) -> None:
+    """With the configuration and the tokenizer of its folder, if they are there."""
+    for name in ("config.json", "tokenizer.json", "weights.safetensors"):
+        content = (resources.files("tl_posdisent.demo") / name).read_bytes()
+        (tmp_path / name).write_bytes(content.replace(b'"rope_theta": 10000', b'"rope_theta": 20000'))
+    model = load_demo_model(backend="bridge", checkpoint=kind(tmp_path / "weights.safetensors"))
+    assert model.original_model.config.rope_parameters["rope_theta"] == 20000
+    assert demo_tokenizer(folder=kind(tmp_path)).get_vocab() == demo_tokenizer().get_vocab()
+    with pytest.raises(FileNotFoundError):
+        demo_hf_model(checkpoint=kind(tmp_path / "none"))
+    with pytest.raises(
+        ValueError, match=r"folder must be the folder of a training run, got '.*none', which is no fold"
+    ):
+        demo_tokenizer(folder=kind(tmp_path / "none"))
+
+
 def test_the_random_control_is_another_model_and_reproducible() -> None:
     tokens = demo_tokens(length=64)
     same, again, other = (hf_logits(demo_hf_model(trained=False, seed=s), tokens) for s in (1, 1, 2))

@@ -90,6 +90,8 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "source": ([TOKENS[:, :5]], "source"),
     "metric": ([3, "loss"], ""),
     "device": (["no such device"], "device"),
+    "path": ([5, None, 2.5, True, b"a", ["a"], TOKENS], "checkpoint folder name_or_dir out path"),
+    "tokenizer": (["gpt2", 3, ["a"], b"a"], "tokenizer"),
     "dtype": ([torch.int64, "float32"], ""),
     "betas": ([0.9, (0.9, 0.9, 0.9), (NAN, 0.9)], "betas"),
     "wavelengths": ([[0.0], [NAN], "x"], "wavelengths"),
@@ -120,7 +122,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
 }
 # By function, where a name means another kind there.
 ELSEWHERE = {
-    **({} if has_hooked() else {("hooked_from_hf", "hf_model"): ""}),
+    **({} if has_hooked() else {("hooked_from_hf", "hf_model"): "", ("hooked_from_hf", "tokenizer"): ""}),
     **dict.fromkeys([("plot_distance", "value"), ("plot_heads", "value")], "column"),
     **dict.fromkeys([("plot_perturbation", "measure"), ("plot_subspaces", "value")], "column"),
     **{(f"show_{of}", "layer"): "" for of in ("parts", "patterns", "scores")},  # most take any
@@ -155,17 +157,17 @@ NOT_YET = words_of(
     head_labels.attention_mask length_generalization.hooks
     show_scores.scores show_parts.scores show_patterns.pattern
     sufficient_heads.order
-    load_checkpoint.device train_preset.device fit_attention.pattern
+    fit_attention.pattern
     """
 )
-# Arguments without a kind: any truth value, the user's functions and words, paths, and those of one function alone,
+# Arguments without a kind: any truth value, the user's functions and words, and those of one function alone,
 # whose refusals are in test_combinations.py and test_damaged_files.py.
 WITHOUT_KIND = words_of(
     """
-    after answer before body changed checkpoint client command context
-    downstream draw folder heldout in_range model models name_or_dir notes
-    on_step out path perturb profiles progress queries query signed source_positions sufficient
-    tokenizer wrong
+    after answer before body changed client command context
+    downstream draw heldout in_range model models notes
+    on_step perturb profiles progress queries query signed source_positions sufficient
+    wrong
     """
 )
 # Made by the package and given back; who makes one by hand knows what belongs in it.

@@ -57,6 +57,7 @@ def synthetic(**changed: Any) -> SyntheticModel:
 ROW = tp.score_sources(small_model(encoding="rope", causal=True), torch.arange(9), 1, 0, 8)
 
 GOOD: dict[str, Any] = {
+    "hf_model": zoo.hf_model("llama-gqa"),
     "before": zoo.load("bridge", "llama-gqa"),
     "after": zoo.load("bridge", "llama-gqa"),
     "tokens": TOKENS,

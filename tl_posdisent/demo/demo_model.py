@@ -15,6 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tl_posdisent.models.loading.checkpoint import set_context
 from tl_posdisent.models.loading.load import Backend, TransformerLensModel, as_backend, check_backend, check_device
+from tl_posdisent.utils.errors import ArgumentError, brief
+from tl_posdisent.utils.files import as_path, found_at
 from tl_posdisent.utils.validation import check_flag, check_integer, check_seed
 
 BOS = "<|endoftext|>"
@@ -36,15 +38,24 @@ def demo_text() -> str:
     return _file("text.txt").decode("utf-8")
 
 
-def demo_tokenizer(*, folder: Path | None = None) -> PreTrainedTokenizerFast:
+def demo_tokenizer(*, folder: str | Path | None = None) -> PreTrainedTokenizerFast:
     """Load the byte-level BPE tokenizer of the demo model, or that of a training run in ``folder``.
 
     It has 1024 tokens, and any text round-trips. Encoding puts ``<|endoftext|>`` (token 0) first unless
     ``add_special_tokens=False``; TransformerLens is configured to expect this.
 
+    Raises:
+        ValueError: a ``folder`` that is not one.
+
     >>> demo_tokenizer().decode(demo_tokenizer().encode("the people", add_special_tokens=False))
     'the people'
     """
+    if folder is not None:
+        folder = as_path("folder", folder, "folder")
+        if found_at(folder) != "folder":
+            raise ArgumentError(
+                "folder", f"must be the folder of a training run, got {brief(folder)}, which is no folder"
+            )
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_file("tokenizer.json", folder).decode("utf-8")),
         bos_token=BOS,
@@ -77,7 +88,7 @@ def demo_tokens(*, length: int = 256) -> Int[Tensor, "1 pos"]:
     return torch.tensor([ids[:length]])
 
 
-def demo_hf_model(*, trained: bool = True, seed: int = 0, checkpoint: Path | None = None) -> PreTrainedModel:
+def demo_hf_model(*, trained: bool = True, seed: int = 0, checkpoint: str | Path | None = None) -> PreTrainedModel:
     """Load the demo model as a plain Hugging Face model, float32, on the CPU, in evaluation mode.
 
     Args:
@@ -86,19 +97,24 @@ def demo_hf_model(*, trained: bool = True, seed: int = 0, checkpoint: Path | Non
         checkpoint: file with weights of ``examples/train_demo_model.py``; ``config.json`` is read from its folder, or
             else the demo model's.
 
+    Raises:
+        ValueError: an invalid seed, or a ``checkpoint`` that is not a path.
+        OSError, SafetensorError: a checkpoint that is missing or damaged.
+
     >>> sum(p.numel() for p in demo_hf_model().parameters())
     1038720
     """
     # Imported here because the import takes a quarter of a second, and most users of the package do not need it.
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig.from_dict(json.loads(_file("config.json", checkpoint and checkpoint.parent)))
+    path = None if checkpoint is None else as_path("checkpoint", checkpoint)
+    config = LlamaConfig.from_dict(json.loads(_file("config.json", path and path.parent)))
     check_flag("trained", trained)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(check_seed(seed))
         model = LlamaForCausalLM(config)
-    if checkpoint is not None or trained:
-        load_weights(model, checkpoint)
+    if path is not None or trained:
+        load_weights(model, path)
     return model.eval()
 
 
@@ -116,7 +132,7 @@ def load_demo_model(
     trained: bool = True,
     seed: int = 0,
     device: str | torch.device | None = None,
-    checkpoint: Path | None = None,
+    checkpoint: str | Path | None = None,
     n_ctx: int | None = None,
 ) -> TransformerLensModel:
     """Load the demo model in TransformerLens, with its tokenizer: 5 layers, 8 query heads on 4 key heads, RoPE.
@@ -135,8 +151,9 @@ def load_demo_model(
         logits ``(batch, pos, 1024)``; ``to_tokens`` puts ``<|endoftext|>`` first, as in training.
 
     Raises:
-        ValueError: an unknown backend or device, an invalid seed, or a backend that the installed TransformerLens does
-            not have.
+        ValueError: an unknown backend or device, an invalid seed, a ``checkpoint`` that is not a path, or a backend
+            that the installed TransformerLens does not have.
+        OSError, SafetensorError: a checkpoint that is missing or damaged.
 
     >>> model = load_demo_model()
     >>> model(model.to_tokens("We the people")).shape[-1]
@@ -147,7 +164,7 @@ def load_demo_model(
     hf_model = demo_hf_model(trained=trained, seed=seed, checkpoint=checkpoint)
     if n_ctx is not None:
         set_context(hf_model.config, check_integer("n_ctx", n_ctx, 1))
-    tokenizer = demo_tokenizer(folder=checkpoint and checkpoint.parent)
+    tokenizer = demo_tokenizer(folder=None if checkpoint is None else Path(checkpoint).parent)
     if device is not None:
         hf_model.to(device)
     # Building a TransformerLens model draws random numbers that are then overwritten

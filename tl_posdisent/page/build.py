@@ -94,8 +94,9 @@ def report(
         "layers": None if layers is None else list(subject.heads),
         "heads": None if heads is None else [head_label(*place) for place in subject.pairs],
         "sections": None if sections is None else [name for name in chosen if name != TWO_MODELS],
-        "control": None if control == 1 else control,
-        "seed": seed or None,
+        "control": None if settings.copies == 1 else settings.copies,
+        "title": title,
+        "seed": settings.seed or None,
     }
     arguments = "" if after is None else ", after=after"
     arguments += "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
@@ -162,6 +163,5 @@ def check_sections(names: Iterable[SectionName] | None) -> dict[str, Section]:
 
 def read_settings(subject: Subject, seed: int, control: int, *, progress: bool) -> Settings:
     """Check the seed and the number of random copies, whose weights have the configuration's standard deviation."""
-    check_seed(seed)
     copies = check_integer("control", control, 0)
-    return Settings(seed, copies, initial_scale(subject.model, "config") if copies else USUAL_STD, progress)
+    return Settings(check_seed(seed), copies, initial_scale(subject.model, "config") if copies else USUAL_STD, progress)

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterable
 from importlib.metadata import version
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from pandas.testing import assert_series_equal
 from tl_posdisent.sweeps.code_digest import code_digest
 from tl_posdisent.sweeps.jobs import Job
 from tl_posdisent.utils.errors import ArgumentError, brief
-from tl_posdisent.utils.files import found_at, whole_file
+from tl_posdisent.utils.files import as_path, found_at, whole_file
 from tl_posdisent.utils.validation import first_line
 
 _KEY = b"tl_posdisent"  # of the metadata in which a file says what made it
@@ -179,9 +178,10 @@ def read_results(out: str | Path) -> pd.DataFrame:
         ...     len(read_results(folder))
         0
     """
-    if not isinstance(out, (str, PathLike)) or found_at(out) != "folder":
+    folder = as_path("out", out, "folder")
+    if found_at(folder) != "folder":
         raise ArgumentError("out", f"must be the folder of a sweep, got {brief(out)}, which is no folder")
-    paths = sorted(Path(out).glob("*.parquet"))
+    paths = sorted(folder.glob("*.parquet"))
     for path in paths:
         _maker(path)
     return join_results(paths)

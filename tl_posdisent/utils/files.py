@@ -40,6 +40,18 @@ def decode_text(content: bytes) -> str:
     return io.StringIO(content.decode("utf-8-sig"), newline=None).read()
 
 
+def as_path(name: str, path: Any, kind: Literal["file", "folder"] = "file") -> Path:
+    """Return the path that was given as text or as a path, or raise. ``name`` is the argument.
+
+    >>> as_path("checkpoint", 5)
+    Traceback (most recent call last):
+    tl_posdisent.utils.errors.ArgumentError: checkpoint must be the path of a file, got int
+    """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        raise ArgumentError(name, f"must be the path of a {kind}, got {type(path).__name__}")
+    return Path(path)
+
+
 def check_writable(name: str, path: Any, kind: Literal["file", "folder"] = "file") -> Path:
     """Return the path, or raise if no file can be written there: before the work whose result it will hold.
 
@@ -50,9 +62,7 @@ def check_writable(name: str, path: Any, kind: Literal["file", "folder"] = "file
     tl_posdisent.utils.errors.ArgumentError: path must be a file that can be written, got '...': ... is not a folder
     """
     needed = f"must be a {kind} that can be written, got"
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        raise ArgumentError(name, f"must be the path of a {kind}, got {type(path).__name__}")
-    target = Path(path)
+    target = as_path(name, path, kind)
     needed += f" {brief(target)}"
     try:
         mode = target.stat().st_mode

@@ -72,7 +72,10 @@ def fit(
         from tl_posdisent.experiments.measuring.random_copies import beside_random
         from tl_posdisent.models.loading.random_init import initial_scale
         from tl_posdisent.models.reading.model_reading import read_model
+        from tl_posdisent.utils.validation import check_number
 
+        if scale != "config":
+            check_number("std", scale, above=0)  # also without random weights
         loaded, words = load_and_read(model, text, backend, device, dtype)
         tokens = cut_tokens(loaded, words, length, texts)
 

@@ -41,6 +41,8 @@ _OFFICIAL_NAME = [
     f"transformer_lens.{m}.get_official_model_name" for m in ("supported_models", "loading_from_pretrained")
 ]
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 Backend = Literal["auto", "hooked", "bridge"]
 """HookedTransformer, TransformerBridge, or the first of the two that is installed and correct."""
 
@@ -79,6 +81,8 @@ def _own_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedToken
     """Copy a tokenizer so that TransformerLens may change it and does not reload it from a name that does not exist."""
     if tokenizer is None:
         return None
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ArgumentError("tokenizer", f"must be a tokenizer of transformers or None, got {type(tokenizer).__name__}")
     tokenizer = copy.deepcopy(tokenizer)
     if not tokenizer.init_kwargs.get("name_or_path"):
         # TransformerLens reloads a tokenizer by name unless this flag says that it adds the token by itself. Whether it
@@ -117,6 +121,7 @@ def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     """
     check_backend("hooked")
     _check_hf_model(hf_model)
+    tokenizer = _own_tokenizer(tokenizer)
     training = [part for part in hf_model.modules() if part.training]
     try:
         model = to_hooked(hf_model.eval())  # dropout would spoil the comparison of the two
@@ -127,7 +132,7 @@ def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     if stated := getattr(config, "initializer_range", None):
         model.cfg.initializer_range = stated
     if tokenizer is not None:
-        model.set_tokenizer(_own_tokenizer(tokenizer))
+        model.set_tokenizer(tokenizer)
     return model
 
 
@@ -253,8 +258,8 @@ def load_model(
     """
     check_backend(backend)
     check_device(device)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ArgumentError("dtype", f"must be a floating point torch.dtype or None, got {dtype!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _DTYPES):
+        raise ArgumentError("dtype", f"must be {', '.join(map(str, _DTYPES))} or None, got {shown(dtype)}")
     if n_ctx is not None:
         check_integer("n_ctx", n_ctx, 1)
     if isinstance(name_or_dir, str) and name_or_dir in PACKAGED:  # even if there is a folder of this name

@@ -11,10 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
+from tl_posdisent.models.loading.load import check_device
 from tl_posdisent.synthetic.model.config import SyntheticConfig
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.files import whole_file
+from tl_posdisent.utils.files import as_path, whole_file
 
 
 def save_checkpoint(model: SyntheticModel, path: str | Path) -> Path:
@@ -27,7 +28,7 @@ def save_checkpoint(model: SyntheticModel, path: str | Path) -> Path:
         path: where to save, also the return value. Folders are created; an existing file is replaced.
 
     Raises:
-        ValueError: another kind of model.
+        ValueError: another kind of model, or not a path.
         OSError: the file cannot be written; an existing file is kept.
 
     Example:
@@ -43,7 +44,7 @@ def save_checkpoint(model: SyntheticModel, path: str | Path) -> Path:
         raise ArgumentError("model", f"must be a SyntheticModel, got {type(model).__name__}")
     notes = json.dumps({"model": dataclasses.asdict(model.config)})
     content = save({name: x.detach().cpu() for name, x in model.state_dict().items()}, metadata={"notes": notes})
-    path = Path(path)
+    path = as_path("path", path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.write(content)
@@ -54,7 +55,7 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
     """Load a synthetic model that ``save_checkpoint`` saved, in evaluation mode.
 
     Raises:
-        ValueError: a safetensors file of something else.
+        ValueError: not a path, or a device that torch cannot use; a safetensors file of something else.
         OSError, SafetensorError: a file that is missing or damaged.
 
     Example:
@@ -63,6 +64,8 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
         Traceback (most recent call last):
         FileNotFoundError: No such file or directory: nowhere.safetensors
     """
+    path = as_path("path", path)
+    check_device(device)
     with safe_open(path, framework="pt") as file:
         notes = json.loads((file.metadata() or {}).get("notes", "{}"))
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict

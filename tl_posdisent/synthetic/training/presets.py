@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import pandas as pd
 
+from tl_posdisent.models.loading.load import check_device
 from tl_posdisent.synthetic.model.config import EncodingName, SyntheticConfig
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.brackets import Brackets
@@ -18,6 +19,7 @@ from tl_posdisent.synthetic.tasks.task import Task
 from tl_posdisent.synthetic.tasks.trigger_count import TriggerCount
 from tl_posdisent.synthetic.tasks.trigger_distance import TriggerDistance
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.files import check_writable
 from tl_posdisent.utils.validation import check_choice, check_seeds, check_subset, shown
 
 from .checkpoints import save_checkpoint
@@ -186,7 +188,8 @@ def train_preset(
         (encoding, task, seed) → ``TrainRun``; ``accuracies`` makes a table of them.
 
     Raises:
-        ValueError: unknown tasks or encodings, invalid seeds or changes; as ``train``.
+        ValueError: before a model is trained: unknown tasks or encodings, invalid seeds or changes, a device that torch
+            cannot use, a folder in which no file can be written; as ``train``.
 
     Example:
         >>> from tl_posdisent.synthetic import accuracies, preset, train_preset
@@ -202,14 +205,16 @@ def train_preset(
     tasks = check_subset("tasks", [*preset.tasks] if tasks is None else tasks, preset.tasks)
     encodings = check_subset("encodings", preset.encodings if encodings is None else encodings, get_args(EncodingName))
     keys = [(encoding, task, seed) for seed in check_seeds(seeds) for task, encoding in product(tasks, encodings)]
+    check_device(device)
+    saved_in = None if folder is None else check_writable("folder", folder, "folder")
     # Create all settings first, so that invalid ones raise before anything is trained.
     settings = {key: preset.config(*key, **changed) for key in keys}
     runs: dict[Key, TrainRun] = {}
     for (encoding, task, seed), config in settings.items():
         model = SyntheticModel(config).to(device)
         runs[encoding, task, seed] = train(model, preset.tasks[task], progress=progress)
-        if folder is not None:
-            save_checkpoint(model, Path(folder) / f"{task}-{encoding}-seed{seed}.safetensors")
+        if saved_in is not None:
+            save_checkpoint(model, saved_in / f"{task}-{encoding}-seed{seed}.safetensors")
     return runs
 
 
