@@ -233,6 +233,9 @@ def test_a_repository_in_the_cache_of_a_hub_is_read_as_strictly(
     with_config(folder, num_hidden_layers=3)
     with pytest.raises(ValueError, match="9 tensors that are missing"):
         load_model("someone/tiny", device="cpu")
+    with_file(folder, "model-00001-of-00002.safetensors")
+    with pytest.raises(ValueError, match=r"model.safetensors beside model-00001-of-00002.safetensors"):
+        load_model("someone/tiny", device="cpu")
 
 
 def test_experts_of_another_architecture(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from support.processes import run
 
@@ -32,6 +33,17 @@ def doubled(f):
         return f(*arguments, **named) + f(*arguments, **named)
     return run
 
+def counted(f):
+    calls, all, seen = 0, [], {}
+    @wraps(f)
+    def run(*arguments, **named):
+        nonlocal calls
+        calls += 1
+        all.append(calls)
+        seen[calls] = f(*arguments, **named)
+        return seen[calls]
+    return run
+
 @lru_cache
 def cached(x):
     return x
@@ -53,7 +65,7 @@ OTHERS = {
     "decorator": "@doubled\ndef job(n=1): return DataFrame({'a': [n]})",
     "other decorator": "@times(2)\ndef job(n=1): return DataFrame({'a': [n]})",
     "argument of the decorator": "@times(3)\ndef job(n=1): return DataFrame({'a': [n]})",
-    "list for the decorator": "@times(2, [1])\ndef job(n=1): return DataFrame({'a': [n]})",
+    "numbers for the decorator": "@times(2, (1,))\ndef job(n=1): return DataFrame({'a': [n]})",
     "function with a cache": "@times(2, cached)\ndef job(n=1): return DataFrame({'a': [n]})",
     "two decorators": "@doubled\n@times(3)\ndef job(n=1): return DataFrame({'a': [n]})",
     "two decorators in another order": "@times(3)\n@doubled\ndef job(n=1): return DataFrame({'a': [n]})",
@@ -98,9 +110,27 @@ def test_the_same_code_is_taken(text: str, tmp_path: Path) -> None:
     assert (tmp_path / "one.parquet").stat().st_mtime_ns == before
 
 
+def test_one_call_in_other_words_is_the_same_code(tmp_path: Path) -> None:
+    job = made("def job(n, m=1, f=None, g=None): return DataFrame({'a': [n + m]})")
+    f, g = made(SAME[0]), made(OTHERS["body"])
+    for way in (partial(job, 2, 1, f, g), partial(job, f=f, g=g, m=np.int64(1), n=2), partial(job, 2, 1, g=g, f=f)):
+        sweep({"one": way}, tmp_path, progress=False)
+    with pytest.raises(ArgumentError, match="has changed since"):
+        sweep({"one": partial(job, 2, 1, g, f)}, tmp_path, progress=False)
+
+
 def test_comments_are_no_change(tmp_path: Path) -> None:
     for text in SAME:
         sweep({"one": made(text)}, tmp_path, progress=False)
+
+
+def test_what_a_decorator_counts_and_keeps_is_no_change(tmp_path: Path) -> None:
+    """Nor is what a function with a cache has kept."""
+    for n, text in enumerate(["@counted\n" + SAME[0], "@times(2, cached)\n" + SAME[0]]):
+        job = made(text)
+        first, again = (sweep({"one": job}, tmp_path / f"{n}", progress=False) for _ in range(2))
+        assert first.equals(again)
+        sweep({"one": made(text)}, tmp_path / f"{n}", progress=False)
 
 
 def test_functions_that_are_arguments_are_code_too(tmp_path: Path) -> None:

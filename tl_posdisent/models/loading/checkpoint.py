@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tl_posdisent.utils.errors import ArgumentError
@@ -40,10 +41,10 @@ def read_checkpoint(
         ValueError: a tensor that is missing, has another shape, or that the model would ignore; a folder with two
             sets of weights; ``n_ctx`` for a model whose rotation depends on its context.
     """
-    if isinstance(source, Path):
-        _check_one_set(source)
     options: dict[str, Any] = {"local_files_only": isinstance(source, Path), "trust_remote_code": False}
     config = AutoConfig.from_pretrained(source, **options)
+    if (folder := source if isinstance(source, Path) else _snapshot(source)) is not None:
+        _check_one_set(folder)
     if n_ctx is not None:
         set_context(config, n_ctx)
     model, report = AutoModelForCausalLM.from_pretrained(
@@ -61,6 +62,12 @@ def read_checkpoint(
     if not isinstance(source, Path) or any((source / name).is_file() for name in _TOKENIZER):
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     return model, tokenizer
+
+
+def _snapshot(repository: str) -> Path | None:
+    """Return the folder of a repository in the cache of huggingface_hub, if it is there."""
+    found = try_to_load_from_cache(repository, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _check_one_set(folder: Path) -> None:
