@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -56,29 +55,19 @@ POOLED: dict[str, Call] = {
 """One table for all texts."""
 
 MEANS: dict[str, Call] = {
-    "head_ablation": lambda *x, **y: tp.head_ablation(*x, layers=1, heads=[0, 5], **y),
-    "head_ablation by hand": lambda *x, **y: tp.head_ablation(*x, real_logits, heads=[(0, 1), (1, 3)], **y),
-    "position_patching": lambda model, tokens, **y: tp.position_patching(
-        model, tokens, torch.arange(tokens.shape[1]) ** 1.1, heads=[0, 5], **y
-    ),
-    "position_patching of keys": lambda model, tokens, **y: tp.position_patching(
-        model, tokens, torch.arange(tokens.shape[1]) ** 1.1, real_logits, what="key", keys="head", heads=3, **y
-    ),
-    "component_patching": lambda model, tokens, **y: tp.component_patching(
-        model, tokens, "residual", source=others(tokens), heads=[1, 2], layers=1, **y
-    ),
-    "component_patching by positions": lambda model, tokens, **y: tp.component_patching(
-        model, tokens, "distance", source_positions=torch.arange(tokens.shape[1]) ** 1.1, heads=[1, 2], layers=0, **y
+    "head_ablation": lambda *x, **y: tp.head_ablation(*x, real_logits, heads=[(0, 1), (1, 3)], **y),
+    "head_patching of patterns": lambda model, tokens, **y: tp.head_patching(
+        model, others(tokens), tokens, real_logits, activation="pattern", heads=[3], **y
     ),
     "head_patching": lambda model, tokens, **y: tp.head_patching(
         model, others(tokens), tokens, real_logits, heads=[0, 3], **y
     ),
-    "head_patching of patterns": lambda model, tokens, **y: tp.head_patching(
-        model, others(tokens), tokens, real_logits, activation="pattern", heads=[3], **y
+    "position_patching of keys": lambda model, tokens, **y: tp.position_patching(
+        model, tokens, torch.arange(tokens.shape[1]) ** 1.1, real_logits, what="key", keys="head", heads=3, **y
     ),
 }
-"""The mean of a metric over texts, or of the loss over predicted tokens."""
-QUICK = ("head_ablation", "head_ablation by hand", "head_patching of patterns")
+"""The mean of a metric of one's own over texts; for that of the loss see ``laws/test_ignored_tokens.py``."""
+QUICK = [*MEANS][:2]
 
 
 def others(tokens: Tensor) -> Tensor:
@@ -168,15 +157,12 @@ def test_pooled_fit_of_unequal_lengths(shared_model: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), MODELS)
 @pytest.mark.parametrize("name_of", [*QUICK, *slow(x for x in MEANS if x not in QUICK)])
-def test_metrics_of_real_tokens(name_of: str, kind: str, name: str, shared_reading: Any) -> None:
-    """The loss of a batch is the mean over its predicted tokens, another metric the mean over its texts."""
+def test_metrics_of_ones_own(name_of: str, kind: str, name: str, shared_reading: Any) -> None:
     model, run = shared_reading(kind, name), MEANS[name_of]
     alone = [run(model, text, progress=False) for text in TEXTS]
-    parts = [length - 1 if alone[0].attrs["metric"] == "loss" else 1 for length in LENGTHS]
-    weights = [part / sum(parts) for part in parts]
 
     def mean(names: list[str]) -> pd.DataFrame:
-        return sum(weight * table[names] for weight, table in zip(weights, alone, strict=True))  # type: ignore
+        return sum(table[names] for table in alone) / len(alone)  # type: ignore
 
     for side in SIDES:
         tokens, mask = batch(side)
@@ -185,58 +171,6 @@ def test_metrics_of_real_tokens(name_of: str, kind: str, name: str, shared_readi
         same(found[names], mean(names))
         if "baseline" in found and "source" not in found:
             same(found[["effect"]], mean(["effect"]))
-
-
-def test_every_table_has_the_same_loss(shared_reading: Any) -> None:
-    """That of Hugging Face, over the predicted tokens of texts of unequal length."""
-    reading, hf = shared_reading("bridge", "llama-gqa"), zoo.hf_model("llama-gqa")
-    with torch.no_grad():
-        losses = [
-            torch.nn.functional.cross_entropy(hf(x).logits[0, :-1], x[0, 1:], reduction="sum").item() for x in TEXTS
-        ]
-    wanted = sum(losses) / (sum(LENGTHS) - len(LENGTHS))
-    tokens, mask = batch("left")
-    every: dict[str, Any] = {"attention_mask": mask, "progress": False}
-    one: dict[str, Any] = every | {"layers": 0, "heads": 0}
-    places = torch.arange(WIDTH) ** 1.1
-    texts = {"input_ids": tokens, "attention_mask": mask}
-    options: dict[str, Any] = {"rungs": ["distance"], "controls": [], "layers": 0, "heads": 0, "progress": False}
-    ladder = tp.attention_ladder(reading, texts, **options).set_index("rung")
-    found = {
-        "head_ablation": tp.head_ablation(reading, tokens, **one)["baseline"][0],
-        "position_patching": tp.position_patching(reading, tokens, places, **one)["clean"][0],
-        "component_patching": tp.component_patching(reading, tokens, source_positions=places, **one)["baseline"][0],
-        "intervention_losses": ex.intervention_losses(reading, tokens, {"a": tp.dummy_distance(reading, 5)}, **every)[
-            "loss"
-        ][0],
-        "attention_ladder": ladder["loss"]["untouched"],
-        "perturbation_curve": math.log(
-            tp.perturbation_curve(reading, tokens, ["order"], [0], seeds=1, **every)["perplexity"][0]
-        ),
-    }
-    assert found == pytest.approx(dict.fromkeys(found, wanted), abs=1e-5)
-    assert abs(wanted - sum(loss / (n - 1) for loss, n in zip(losses, LENGTHS, strict=True)) / len(LENGTHS)) > 1e-2
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_perturbation_curve(side: str, shared_reading: Any) -> None:
-    """Each text is perturbed as it would be alone; means are over tokens."""
-    model = shared_reading("bridge", "llama-gqa")
-    tokens, mask = batch(side)
-    options = {"fractions": [0, 0.5], "seeds": [3], "progress": False}
-    found = tp.perturbation_curve(model, tokens, attention_mask=mask, **options)
-    alone = [tp.perturbation_curve(model, text, **options) for text in TEXTS]
-    predicted = torch.tensor(LENGTHS)[:, None] - 1.0
-
-    def values(column: str, tables: list[pd.DataFrame]) -> Tensor:
-        return torch.stack([torch.tensor(table[column].tolist(), dtype=torch.float64) for table in tables])
-
-    intact = values("intact", alone) * predicted
-    for column, weights in (("moved", predicted + 1), ("accuracy", predicted), ("added_loss", intact), ("kl", intact)):
-        expected = (values(column, alone).nan_to_num() * weights).sum(0) / weights.expand_as(intact).sum(0)
-        assert torch.allclose(values(column, [found])[0], expected, atol=1e-5), column
-    expected = ((values("perplexity", alone).log() * predicted).sum(0) / predicted.sum()).exp()
-    assert torch.allclose(values("perplexity", [found])[0], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "name"), MODELS)

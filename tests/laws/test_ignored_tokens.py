@@ -191,19 +191,23 @@ def test_the_ladder(kind: str, name: str, layout: str, shared_model: Any) -> Non
 @MODELS
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_patching(kind: str, name: str, layout: str, shared_model: Any) -> None:
-    """In layer 0 a patch is the other run's positions, in all other heads or in the patched one."""
+    """In layer 0 a patch is the other run's positions, in all other heads or in the patched one.
+
+    Positions are the same for all texts, or laid out like a padded batch.
+    """
     model, tokens, runs = shared_model(kind, name), laid_out(layout), Means(shared_model(kind, name))
+    places = laid_out("left", [PLACES[None, :n] for n in LENGTHS])["input_ids"] if layout == "left" else PLACES
     swapped, later, head = (
         lambda n, some=some: tp.swap_positions(model, PLACES[:n], **some)
         for some in ({}, {"layers": 1}, {"layers": 0, "heads": 5})
     )
     options: dict[str, Any] = {"layers": 0, "ignore": IGNORED} | QUIET
     corrupted = runs.loss(runs.log_p(swapped))
-    row = tp.position_patching(model, tokens, PLACES, what="layer", **options).iloc[0]
+    row = tp.position_patching(model, tokens, places, what="layer", **options).iloc[0]
     clean = runs.loss(runs.clean)
     close(row[["clean", "corrupted", "value"]], [clean, corrupted, runs.loss(runs.log_p(later))])
     parts: Any = ["mean", "distance", "query", "key", "residual"]
-    row = tp.component_patching(model, tokens, parts, source_positions=PLACES, heads=5, **options).iloc[0]
+    row = tp.component_patching(model, tokens, parts, source_positions=places, heads=5, **options).iloc[0]
     close(row[["baseline", "source", "value"]], [clean, corrupted, runs.loss(runs.log_p(head))])
     row = tp.head_patching(model, laid_out(layout, OTHERS), tokens, next_token_loss, heads=5, **options).iloc[0]
     results = {text.shape[1]: z_of(model, text, 0, 5) for text in TEXTS}
@@ -230,6 +234,7 @@ def test_robustness(kind: str, name: str, layout: str, shared_model: Any) -> Non
     expected = [float(torch.cat(x).mean()) for x in (losses, right, added, kl)]
     close(row[["accuracy", "added_loss", "kl"]], expected[1:])
     assert log(row["perplexity"]) == pytest.approx(expected[0], abs=CLOSE)
+    assert row["moved"] == pytest.approx(float(torch.cat([x.moved[0] for x in perturbed]).double().mean()))
 
     table = ex.length_generalization(model, tokens, [1, 5, 9], ignore=IGNORED, **QUIET)
     for start, stop, loss in table[["start", "stop", "loss"]].itertuples(index=False):
