@@ -19,7 +19,7 @@ from support.intervention_cases import (
 )
 from torch import Tensor
 
-from tl_posdisent import dummy_distance, remap_distance, swap_positions
+from tl_posdisent import remap_distance, swap_positions
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.utils.errors import ArgumentError
 
@@ -85,10 +85,3 @@ def test_pairs_of_tokens_are_no_positions(shared_model: Any) -> None:
     exchanged[[5, 6]] = exchanged[[6, 5]]
     for same in (exchanged, exchanged.tolist(), tuple(exchanged.tolist()), [exchanged.tolist()] * 2):
         close(logits(model, swap_positions(model, same)), logits(model, swap_positions(model, exchanged)))
-
-
-def test_position_ids_with_gaps_are_refused(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    own = {"position_ids": UNORDERED, "attention_mask": torch.ones(2, L, dtype=torch.int64)}
-    for hooks in (dummy_distance(model, 3, heads=[1]), swap_positions(model, UNORDERED)):
-        refused(model, hooks, "are not what its queries, keys and rotation give", **own)
