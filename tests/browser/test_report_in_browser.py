@@ -72,7 +72,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = folder / "report.html"
     with FileLock(folder / "report.lock"):
         if not target.exists():
-            tp.report(tp.load_demo_model(), tp.demo_text()[:2500], target, progress=False)
+            tp.report(tp.load_demo_model(), tp.demo_text()[:1600], target, progress=False)
     return target
 
 
@@ -307,7 +307,7 @@ def test_the_map_by_keyboard(shown: Open) -> None:
 def test_the_panel_of_a_head(shown: Open) -> None:
     """It has the numbers of the row, the scores of the head, and the tokens; a row is not hidden by the titles."""
     page, model = shown(), tp.load_demo_model()
-    tokens = model.to_tokens(tp.demo_text()[:2500], truncate=False)[:, :48]
+    tokens = model.to_tokens(tp.demo_text()[:1600], truncate=False)[:, :48]
     scores = tp.capture(model, tokens, layers=[2])[0].scores[0, 5]
     assert not page.page.locator("#panel").is_visible()
     page.page.locator("#atlas .rows").check()

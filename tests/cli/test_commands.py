@@ -123,12 +123,12 @@ def test_means_over_heads_are_shown_beside_random_weights(model: Any) -> None:
 
 def test_report(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, other, title = tmp_path / "new" / "page.html", tmp_path / "other.html", "A & B <1>"
-    line = f"report --length 32 --layers 1 --section additivity --title '{title}' --no-progress --out {out}"
-    typed = ["report", "--length", "32", "--layers", "1", "--section", "additivity", "--title", title]
+    line = f"report --length 32 --texts 2 --layers 1 --section additivity --title '{title}' --no-progress --out {out}"
+    typed = ["report", "--length", "32", "--texts", "2", "--layers", "1", "--section", "additivity", "--title", title]
     monkeypatch.setattr("sys.argv", ["/usr/bin/tl-posdisent", *typed, "--no-progress", "--out", str(out)])
     assert run_command(line).stdout == f"{out}\n"
     chosen: dict[str, Any] = {"layers": [1], "sections": ["additivity"], "title": title}
-    report(model, stretches(6, 32), other, **chosen, progress=False)
+    report(model, stretches(2, 32), other, **chosen, progress=False)
     check_same_but_for_the_call(out, other, f"tl-posdisent {line}")
     assert "A &amp; B &lt;1&gt;" in out.read_text(encoding="utf-8")
 
@@ -138,10 +138,10 @@ def test_the_report_of_a_text_is_that_of_python(model: Any, tmp_path: Path, monk
     words = demo_text()[:1300]
     text, out, other = tmp_path / "text.txt", tmp_path / "page.html", tmp_path / "other.html"
     text.write_text(words, encoding="utf-8")
-    line = f"report --text {text} --layers 2,4 --section additivity --no-progress --out {out}"
+    line = f"report --text {text} --layers 4 --section additivity --no-progress --out {out}"
     monkeypatch.setattr("sys.argv", ["tl-posdisent", *line.split()])
     run_command(line)
-    report(model, words, other, layers=[2, 4], sections=["additivity"], progress=False)
+    report(model, words, other, layers=[4], sections=["additivity"], progress=False)
     check_same_but_for_the_call(out, other, f"tl-posdisent {line}")
     assert "6 texts of " in other.read_text(encoding="utf-8")
 

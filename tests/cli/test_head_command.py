@@ -18,17 +18,15 @@ from tl_posdisent.demo.demo_model import demo_hf_model
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-def test_it_is_that_of_the_library(suffix: str, tmp_path: Path) -> None:
+def test_it_is_that_of_the_library(tmp_path: Path) -> None:
     ids = demo_tokenizer().encode(demo_text(), add_special_tokens=False)
     tokens = torch.tensor([[0, *ids[31 * n : 31 * (n + 1)]] for n in range(3)])
     found = describe_head(load_demo_model(), tokens, "L4H2", seeds=[5], seed=5, progress=False)
-    out = tmp_path / "new" / f"head{suffix}"
+    out = tmp_path / "new" / "head.parquet"
     result = run_command("head L4H2 --length 32 --texts 3 --seed 5 --no-progress", "--out", out)
     assert result.stdout == f"{found!r}\n"
     assert result.stderr == ""
-    table = pd.read_csv(out) if suffix == ".csv" else pd.read_parquet(out)
-    pd.testing.assert_frame_equal(table, found.to_frame(), rtol=1e-6, atol=1e-7)
+    pd.testing.assert_frame_equal(pd.read_parquet(out), found.to_frame(), rtol=1e-6, atol=1e-7)
 
 
 def test_without_a_head_it_prints_all(tmp_path: Path) -> None:

@@ -85,10 +85,10 @@ def compare_heads(
         >>> before = load_demo_model(backend="bridge")
         >>> after = copy.deepcopy(before)
         >>> _ = after.blocks[3].attn.W_O.data[0].mul_(0.3)  # L3H0 writes less
-        >>> tokens = demo_tokens(length=512).view(8, 64)
-        >>> table = compare_heads(before, after, tokens, layers=3, exact=4, progress=False)
+        >>> tokens = demo_tokens(length=288).view(6, 48)
+        >>> table = compare_heads(before, after, tokens, heads=["L3H0", "L3H1"], exact="all", progress=False)
         >>> table.nsmallest(1, "contribution_change")[["layer", "head", "changed", "same_weights"]].values.tolist()
-        [[3, 0, 'contributes less, less where', False]]
+        [[3, 0, 'contributes less', False]]
     """
     check_integer("draws", draws, 1)
     negligible = check_number("negligible", negligible, above=0)

@@ -131,10 +131,10 @@ def where_or_what(
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, where_or_what
-        >>> model, tokens = load_demo_model(), demo_tokens(length=512).view(8, 64)
-        >>> table = where_or_what(model, tokens, exact=4, progress=False)
+        >>> model, tokens = load_demo_model(), demo_tokens(length=256).view(4, 64)
+        >>> table = where_or_what(model, tokens, exact=1, progress=False)
         >>> print(table.attrs["statement"])
-        Of what 40 heads contribute in 8 texts of 64 tokens, each alone, ... % depends on where keys are, ...
+        Of what 40 heads contribute in 4 texts of 64 tokens, each alone, ... % depends on where keys are, ...
         >>> table.nlargest(3, "contribution")[["layer", "head", "where_part", "what_part", "verdict"]].shape
         (3, 5)
     """
