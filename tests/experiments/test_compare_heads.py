@@ -216,6 +216,7 @@ def test_copies_are_equal(kind: str, name: str, shared_model: Any) -> None:
     assert repr(table).startswith(table.attrs["statement"])
 
 
+@pytest.mark.slow
 @FEW
 def test_heads_with_the_same_weights(kind: str, name: str, shared_model: Any) -> None:
     """Of grouped heads, those that share keys change together; a norm is that of all heads of its layer."""
@@ -279,6 +280,7 @@ def test_another_rotary_base_is_found_with_equal_weights(kind: str) -> None:
     assert table.attrs["statement"].startswith("All weights of the two models are equal; settings or buffers differ.")
 
 
+@pytest.mark.slow
 def test_hooks_on_the_models_are_noted(shared_model: Any) -> None:
     model, after = shared_model("bridge", "llama-gqa"), zoo.load("bridge", "llama-gqa")
     point, other = "blocks.1.attn.hook_z", "blocks.0.hook_resid_pre"

@@ -141,6 +141,7 @@ def test_exact_rows_are_those_of_plain_runs(kind: str, name: str, shared_model: 
     assert run["kept_distance"].sub(run["kept_content"]).abs().max() > 0.01
 
 
+@pytest.mark.slow
 @FEW
 def test_each_half_is_measured_with_fits_to_the_other(kind: str, name: str, shared_model: Any) -> None:
     """Losses add up over the halves; the constants are chosen in all other texts."""
@@ -317,6 +318,7 @@ def test_tokens_to_ignore_are_not_counted(shared_model: Any) -> None:
     assert table["kept_uniform"].item() == pytest.approx(1 - k[1] / k[0], abs=4 * KL_CLOSE / k[0])
 
 
+@pytest.mark.slow
 def test_some_heads_have_the_rows_that_they_have_among_all(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     whole = measured(model, FITTED, heads=[2, 5, 6], exact="all")
@@ -326,6 +328,7 @@ def test_some_heads_have_the_rows_that_they_have_among_all(shared_model: Any) ->
     np.testing.assert_allclose(some[SHARES].to_numpy(), expected[SHARES].to_numpy(), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_heads_of_largest_contribution_are_run(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     estimated = measured(model, FITTED, layers=1, exact=0)
@@ -396,6 +399,7 @@ def test_texts_beyond_the_context_are_refused_by_their_name() -> None:
         where_or_what(model, tokens, layers=0, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_one_long_text_among_short_ones_is_cut(shared_model: Any) -> None:
     """There is no profile for its last distances."""

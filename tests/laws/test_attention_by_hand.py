@@ -56,7 +56,7 @@ def test_calls_alone(subject: Subject) -> None:
         subject.check([[call]] * subject.spec.n_heads)
 
 
-@MECHANISMS
+@pytest.mark.parametrize(("kind", "name", "layer"), [FAST[0], *slow([*FAST[1:], *SLOW])])
 def test_pairs(subject: Subject) -> None:
     subject.check(compatible(subject.calls(), 2))
 

@@ -219,6 +219,7 @@ def test_what_heads_need_is_that_of_the_experiment(made: tuple[Any, Document], n
     assert "undecided" in set(needs["verdict"])
 
 
+@pytest.mark.slow
 def test_the_answer_is_the_statement_of_the_table(made: tuple[Any, Document], needs: pd.DataFrame) -> None:
     """And says where the heads of random copies lie; the table counts the verdicts."""
     model, document = made
@@ -313,6 +314,7 @@ def test_ablation_is_on_request_and_a_bar_names_the_section(tmp_path: Path, caps
     assert running[-1][0] == 10
 
 
+@pytest.mark.slow
 def test_a_single_text_is_no_answer(tmp_path: Path) -> None:
     """The section says why, in the words of the experiment; the map begins with another measure."""
     model = tp.load_demo_model()
@@ -476,6 +478,7 @@ def test_hooks_of_the_user_are_measured(tmp_path: Path) -> None:
     assert (plain["r"] - table["r"]).abs().max() > 0.01
 
 
+@pytest.mark.slow
 def test_what_has_no_answer_is_not_given_one(tmp_path: Path) -> None:
     """Scores that do not vary, a text in which 5 % is less than one token, a head without which nothing is worse."""
     model = tp.load_demo_model()

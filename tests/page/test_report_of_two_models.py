@@ -71,6 +71,7 @@ def test_the_section_says_what_the_comparison_says(tmp_path: Path) -> None:
     assert all(np.abs(after_places - end).max(1).min() < 1e-9 for end in ends)
 
 
+@pytest.mark.slow
 def test_equal_models_have_no_heads_that_changed(tmp_path: Path) -> None:
     before = tp.load_demo_model()
     options: Any = OPTIONS | {"sections": ["additivity"], "heads": [0]}
