@@ -13,6 +13,7 @@ import pytest
 from support.processes import run
 
 from tl_posdisent.sweeps import sweep
+from tl_posdisent.sweeps.code_digest import code_digest
 from tl_posdisent.utils.errors import ArgumentError
 
 BEGIN = """
@@ -86,28 +87,33 @@ def made(text: str, name: str = "job") -> Any:
     return vars(module)[name]
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", ["body", "default", "decorator", "argument of the decorator"])
 def test_another_version_of_a_function_is_refused(other: str, tmp_path: Path) -> None:
     """Whichever was first; with the name of the job, and what to do."""
-    versions = {**OTHERS, "first": SAME[0]}
-    sweep({"one": made(versions.pop(other))}, tmp_path, progress=False)
-    before = (tmp_path / "one.parquet").read_bytes()
-    for text in versions.values():
+    for first, second in ((SAME[0], OTHERS[other]), (OTHERS[other], SAME[0])):
+        path = tmp_path / str(first == SAME[0]) / "one.parquet"
+        sweep({"one": made(first)}, path.parent, progress=False)
+        before = path.read_bytes()
         with pytest.raises(ArgumentError, match=r"jobs must be .* in out, got 'one' as versions.job\(\)") as caught:
-            sweep({"one": made(text)}, tmp_path, progress=False)
+            sweep({"two": made(first), "one": made(second)}, path.parent, progress=False)
         assert "the function, a default or a decorator of it has changed since" in str(caught.value)
-        assert f"{tmp_path / 'one.parquet'} was made: choose another name or folder" in str(caught.value)
-    assert (tmp_path / "one.parquet").read_bytes() == before
+        assert f"{path} was made: choose another name or folder" in str(caught.value)
+        assert path.read_bytes() == before
+        assert [*path.parent.iterdir()] == [path]
 
 
-@pytest.mark.parametrize("text", [*SAME, *OTHERS.values()], ids=[*map(str, range(len(SAME))), *OTHERS])
-def test_the_same_code_is_taken(text: str, tmp_path: Path) -> None:
-    """Read again, and with other comments and lines."""
-    one, again = made(text), made("\n# moved\n" + text)
-    sweep({"one": one}, tmp_path, progress=False)
-    before = (tmp_path / "one.parquet").stat().st_mtime_ns
-    sweep({"one": again}, tmp_path, progress=False)
-    assert (tmp_path / "one.parquet").stat().st_mtime_ns == before
+def test_the_same_code_is_taken(tmp_path: Path) -> None:
+    """With other comments, on other lines."""
+    first, *again = (sweep({"one": made(text)}, tmp_path, progress=False) for text in (*SAME, "\n" + SAME[0]))
+    assert all(table.equals(first) for table in again)
+
+
+def test_versions_are_told_apart() -> None:
+    """And each is equal to itself when it is read again."""
+    texts = [SAME[0], *OTHERS.values()]
+    digests = [code_digest(made(text)) for text in texts]
+    assert len({*digests}) == len(texts)
+    assert [code_digest(made("\n# moved\n" + text)) for text in texts] == digests
 
 
 def test_one_call_in_other_words_is_the_same_code(tmp_path: Path) -> None:
@@ -117,11 +123,6 @@ def test_one_call_in_other_words_is_the_same_code(tmp_path: Path) -> None:
         sweep({"one": way}, tmp_path, progress=False)
     with pytest.raises(ArgumentError, match="has changed since"):
         sweep({"one": partial(job, 2, 1, g, f)}, tmp_path, progress=False)
-
-
-def test_comments_are_no_change(tmp_path: Path) -> None:
-    for text in SAME:
-        sweep({"one": made(text)}, tmp_path, progress=False)
 
 
 def test_what_a_decorator_counts_and_keeps_is_no_change(tmp_path: Path) -> None:
