@@ -134,7 +134,7 @@ def test_results_at_chosen_tokens_need_the_whole_text(kind: str, name: str, shar
     hooks = ablate_heads(model, [(0, 1)], positions=-1)
     with torch.no_grad(), model.hooks(fwd_hooks=hooks):
         assert model.generate(TOKENS, use_past_kv_cache=False, **options).shape == (2, L + 3)
-        with pytest.raises(ValueError, match=r"layer 0 sees 1 of 13 tokens: .* use_past_kv_cache=False"):
+        with pytest.raises(ValueError, match=r"layer 0 has 1 queries for 13 keys: .* use_past_kv_cache=False"):
             model.generate(TOKENS, use_past_kv_cache=True, **options)
 
 

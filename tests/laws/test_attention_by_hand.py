@@ -16,8 +16,10 @@ import torch
 from support import zoo, zoo_configs
 from support.attention_law import LENGTH, TOKENS, Subject, compatible, conflict, fields, of_all_fields
 from support.edited_scores import Call
+from support.intervention_cases import hooks_of
 from support.lanes import slow
 from support.pages import ROOT
+from support.tolerance import rounding
 
 from tl_posdisent import dummy_distance, knock_out, read_model
 from tl_posdisent.hooks import applied
@@ -115,7 +117,7 @@ def test_in_16_bits(name: str, dtype: torch.dtype) -> None:
 SLOT = torch.arange(LENGTH)
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 MASKS = {
-    "two-way prefix": CAUSAL | ((SLOT < 5) & (SLOT[:, None] < 5)),
+    "two-way prefix": CAUSAL | ((SLOT < 8) & (SLOT[:, None] < 8)),
     "cells at random": CAUSAL
     & ((torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(3)) > 0.3) | (SLOT < 2))
     | torch.eye(LENGTH, dtype=torch.bool),
@@ -130,6 +132,35 @@ def test_other_masks(name: str, mask: str, shared_model: Callable[[str, str], An
     calls = [call for call in subject.calls() if not fields(call) & {"scores"}]
     subject.check([call] for call in calls)
     subject.check(of_all_fields(compatible(calls, 2)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.float32, -50), (torch.float32, -1e4), (torch.bfloat16, -200), (torch.float16, -500)]
+)
+@pytest.mark.parametrize("name", ["llama-gqa", *slow(["gemma2", "gpt_oss"])])
+def test_masks_of_any_size(name: str, dtype: torch.dtype, value: float) -> None:
+    """New scores leave keys hidden whose mask is no infinity, also where scores are as large as that mask."""
+    model = zoo.as_bridge(zoo.hf_model(name).to(dtype))
+    with torch.no_grad():  # products up to 60
+        model.original_model.model.layers[0].self_attn.q_proj.weight.mul_(4)
+    reading, z = read_model(model), "blocks.0.attn.hook_z"
+    (spec,) = reading.specs(0)
+    mine = SLOT[:, None] - SLOT < (spec.window or LENGTH)
+
+    def gathered(hooks: Hooks, value: float) -> torch.Tensor:
+        mask = torch.zeros(len(TOKENS), 1, LENGTH, LENGTH, dtype=dtype)
+        mask = mask.masked_fill(SLOT < 3, value).masked_fill(~(CAUSAL & mine), torch.finfo(dtype).min)
+        with torch.no_grad(), applied(model, hooks):
+            return model.run_with_cache(TOKENS, attention_mask=mask, names_filter=z)[1][z][:, 3:]
+
+    calls = [call for call in Subject(reading, 0).calls() if fields(call) == {"scores"}]
+    calls = [call for call in calls if call.tool != "component_patching"]
+    assert len(calls) >= 4
+    hidden = knock_out(reading, queries=[8, 9], keys=[5], layers=[0])
+    for call in calls:
+        made = hooks_of(reading, call, [0]) + hidden
+        expected = gathered(made, torch.finfo(dtype).min)
+        torch.testing.assert_close(gathered(made, value), expected, rtol=0, atol=rounding(expected, 8))
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "gemma2"))

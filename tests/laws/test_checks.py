@@ -6,6 +6,7 @@ Each case is a wrong pass that only they can notice. It is refused, or the resul
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -143,7 +144,7 @@ WAYS = {
 
 @pytest.mark.parametrize(("kind", "name", "layer"), [("bridge", "llama-gqa", 0), *slow(OTHERS)])
 def test_lists_that_are_not_added(kind: str, name: str, layer: int, shared_model: Callable[[str, str], Any]) -> None:
-    """On one head, refused before it is changed twice, or as if added: of each field a call, ways and orders in turn."""
+    """On one head, refused before it is changed twice, or as if added: a call of each field, ways, orders in turn."""
     subject = Subject(shared_model(kind, name), layer)
     model, refused = subject.reading.model, 0
     made = {tuple(sorted(fields(call))): subject.hooks_of(call.on([1])) for call in subject.calls()}
@@ -209,6 +210,19 @@ def test_packed_texts(shared_model: Callable[[str, str], Any]) -> None:
         run(model, swap_positions(model, torch.sqrt), **packed)
 
 
+def test_a_two_way_prefix(shared_model: Callable[[str, str], Any]) -> None:
+    """Fits of scores are refused for what it is."""
+    model, slot = shared_model("bridge", "llama-gqa"), torch.arange(TOKENS.shape[1])
+    seen = (slot <= slot[:, None]) | (slot < 5) & (slot[:, None] < 5)
+    mask = torch.zeros(len(TOKENS), 1, *seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    for hooks in (drop_component(model, "key"), substitute_attention(model, "uniform")):
+        with pytest.raises(ValueError, match="token 0 sees token 1, as in the two-way prefix of a prefix LM"):
+            run(model, hooks, attention_mask=mask)
+    spec, scores = read_model(model).specs(0)[0], torch.zeros(1, 8, *seen.shape)
+    with pytest.raises(ValueError, match="two-way prefix of a prefix LM"):
+        spec.check_mask(scores.masked_fill(~seen, -torch.inf), slot)
+
+
 @pytest.mark.parametrize("cache", ["DynamicCache", "StaticCache"])
 def test_keys_of_earlier_passes(cache: str, shared_model: Callable[[str, str], Any]) -> None:
     model = shared_model("bridge", "llama-gqa")
@@ -219,8 +233,38 @@ def test_keys_of_earlier_passes(cache: str, shared_model: Callable[[str, str], A
     with torch.no_grad():
         if cache == "DynamicCache":
             model(TOKENS[:, :6], past_key_values=past)
-        with pytest.raises(ValueError, match="without a KV cache"), applied(model, hooks):
+        of = "has 6 queries for 12 keys" if cache == "DynamicCache" else "6 queries for 40 keys: .* static one"
+        with pytest.raises(ValueError, match=f"{of}.*") as refused, applied(model, hooks):
             model(TOKENS[:, 6:], past_key_values=past)
+    assert "without a KV cache" in str(refused.value)
+
+
+def test_passes_of_several_threads(shared_model: Callable[[str, str], Any]) -> None:
+    """Those that meet are refused, all others are right, and afterwards so is every pass."""
+    model = shared_model("bridge", "llama-gqa")
+    hooks = dummy_distance(model, 3, layers=[0]) + knock_out(model, queries=[8], keys=[0], layers=[0])
+    plain, alone = run(model, []), run(model, hooks)
+    several = "hooks of .* got passes of several threads at once in layer 0"
+    met: list[Any] = []
+
+    def wait(x: Tensor, hook: Any) -> None:  # in the layer, behind its first hook
+        if not met:
+            met.append("waits")
+            with ThreadPoolExecutor(1) as other:
+                met[0] = other.submit(run, model, []).exception()
+
+    with pytest.raises(ValueError, match=several), model.hooks(fwd_hooks=hooks):
+        run(model, [("blocks.0.attn.hook_v", wait)])
+    assert "several threads" in str(met[0])
+    with model.hooks(fwd_hooks=hooks), ThreadPoolExecutor(4) as pool:
+        for got in [pool.submit(model, TOKENS) for _ in range(40)]:
+            if (error := got.exception()) is None:
+                assert torch.allclose(got.result(), alone, atol=1e-4 * float(alone.abs().max()))
+            else:
+                assert "several threads" in str(error), error
+        assert torch.equal(pool.submit(run, model, []).result(), alone)
+    assert torch.equal(run(model, hooks), alone)
+    assert torch.equal(run(model, []), plain)
 
 
 # --- readings

@@ -9,7 +9,7 @@ import torch
 from support import zoo
 from support.readings import assert_described
 
-from tl_posdisent import read_model
+from tl_posdisent import dummy_distance, read_model
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
 from tl_posdisent.synthetic.model.config import EncodingName
 
@@ -72,6 +72,21 @@ def test_a_bias_is_named() -> None:
         assert spec.taps.scores is not None
 
 
+@pytest.mark.parametrize("kind", zoo.KINDS)
+def test_frequencies_of_each_head_are_named(kind: str) -> None:
+    model = zoo.load(kind, "llama")
+    if kind == "bridge":
+        rotation = model.original_model.model.rotary_emb
+        rotation.inv_freq = rotation.inv_freq * torch.ones(8, 1)
+    else:
+        for block in model.blocks:
+            block.attn.rotary_cos, block.attn.rotary_sin = (
+                x[:, None].expand(-1, 8, -1) for x in (block.attn.rotary_cos, block.attn.rotary_sin)
+            )
+    with pytest.raises(ValueError, match=r"layer 0 of \w+ cannot be edited: .* its heads rotate by frequencies"):
+        dummy_distance(model, 3)
+
+
 # --- synthetic models ---
 
 
@@ -89,7 +104,10 @@ def test_synthetic_models(encoding: EncodingName, causal: bool) -> None:
 
 @pytest.mark.parametrize("more", [{"encoding": "alibi"}, {"encoding": "t5"}, {"rotary_heads": 2}], ids=str)
 def test_synthetic_models_whose_scores_are_no_product(more: dict[str, Any]) -> None:
-    for spec in read_model(synthetic(**more)).specs():
+    model = synthetic(**more)
+    with pytest.raises(ValueError, match=r"needs rotary .* layer 0 of \w+ cannot be edited: its scores are not scale"):
+        dummy_distance(model, 3)
+    for spec in read_model(model).specs():
         assert spec.limits.problem is not None
         assert (spec.taps.q, spec.rotary) == (None, None)
         assert spec.taps.scores is not None

@@ -11,9 +11,11 @@ import torch
 import transformers
 from jaxtyping import TypeCheckError
 from support import zoo
+from support.tolerance import rounding
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor
 from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
@@ -337,6 +339,43 @@ def test_windows_of_any_size_are_converted_or_refused(window: int) -> None:
     tokens = some_tokens(length=window + 100)[:1]
     with torch.no_grad():
         assert relative_error(hooked_from_hf(mistral)(tokens), hf_logits(mistral, tokens)) < 1e-4
+
+
+class Adapted(torch.nn.Module):
+    """A linear map with an adapter beside it, as PEFT puts one in its place."""
+
+    def __init__(self, base_layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.weight = base_layer, base_layer.weight
+        sizes = (base_layer.in_features, 2, base_layer.out_features)
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(sizes[0], sizes[1], bias=False)})
+        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(sizes[1], sizes[2], bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+class PeftModel(torch.nn.Module):
+    """The model around one with adapters, as PEFT has it."""
+
+    def merge_and_unload(self) -> None: ...
+
+
+@pytest.mark.parametrize("backend", zoo.KINDS)
+def test_adapters_that_are_not_merged(backend: str) -> None:
+    """A bridge runs the adapted map itself, and everything else is refused with advice."""
+    with pytest.raises(ValueError, match=r"got PeftModel: merge its adapters, hf_model\.merge_and_unload"):
+        CONVERT[backend](PeftModel())
+    hf_model = llama()
+    attention = hf_model.model.layers[0].self_attn
+    attention.q_proj = Adapted(attention.q_proj)
+    if backend == "hooked":
+        with pytest.raises(ValueError, match=r"got one at model.layers.0.self_attn.q_proj: merge them"):
+            CONVERT[backend](hf_model)
+    else:
+        tokens = torch.arange(10)[None]
+        expected = hf_model(tokens).logits
+        torch.testing.assert_close(CONVERT[backend](hf_model)(tokens), expected, rtol=0, atol=rounding(expected, 16))
 
 
 @pytest.mark.parametrize("backend", zoo.KINDS)

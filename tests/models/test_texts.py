@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from support import zoo
+from tokenizers.processors import TemplateProcessing
 
 import tl_posdisent as tp
+from tl_posdisent.cli.inputs import cut_tokens
 from tl_posdisent.models.running.texts import check_tokens, read_texts
 
 LENGTHS = [7, 12, 7, 3]
@@ -79,12 +81,23 @@ def test_texts_of_any_length(side: str) -> None:
 
 
 @pytest.mark.parametrize("backend", zoo.KINDS)
-def test_a_written_bos_is_the_only_one(backend: Any) -> None:
+@pytest.mark.parametrize("prepends", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_written_bos_is_the_only_one(backend: Any, prepends: bool, adds: bool) -> None:
+    """Whether the model's texts begin with one or not, and whether its tokenizer or TransformerLens puts it there."""
     model = tp.load_demo_model(backend=backend)
-    bos, plain = model.tokenizer.bos_token, read_texts(model, "We the people").tokens
-    assert plain[0].tolist().count(model.tokenizer.bos_token_id) == 1
-    assert torch.equal(read_texts(model, f"{bos}We the people").tokens, plain)
-    assert torch.equal(read_texts(model, [f"{bos}We the people", "We the people"]).tokens, plain.repeat(2, 1))
+    bos, number = model.tokenizer.bos_token, model.tokenizer.bos_token_id
+    template = {"single": f"{bos} $A", "special_tokens": [(bos, number)]} if adds else {"single": "$A"}
+    model.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**template)
+    model.cfg.tokenizer_prepends_bos, model.cfg.default_prepend_bos = adds, prepends
+    words = "We the people of the United States, in order to form a more perfect Union"
+    plain, written = (read_texts(model, text).tokens for text in (words, bos + words))
+    assert [plain[0].tolist().count(number), written[0].tolist().count(number)] == [prepends, 1]
+    assert torch.equal(written[:, 1:], plain[:, int(prepends) :])
+    assert all(map(torch.equal, read_texts(model, [bos + words, words]).unpadded(), [written[0], plain[0]]))
+    parts = cut_tokens(model, bos + words, 6, 2)
+    assert int((parts == number).sum()) == (2 if prepends else 1)
+    assert bool((parts[:, 0] == number)[: 2 if prepends else 1].all())
 
 
 @pytest.mark.parametrize(

@@ -244,8 +244,8 @@ def _scores(layer: Layer, heads: list[int], calls: Sequence[Call]) -> Tensor:
     inside = layer.spec.mask(layer.length) if layer.seen is None else layer.seen
     inside = inside if layer.hidden is None else inside & ~layer.hidden
     for call in (x for x in calls if x.tool == "lambda_mask"):
-        ahead = layer.at[:, None] - layer.at
-        inside = inside & ((layer.at < call["sinks"]) | (ahead < call["window"]))
+        distance = (layer.at[:, None] - layer.at).abs()
+        inside = inside & ((layer.at < call["sinks"]) | (distance < call["window"]))
     for call in (x for x in calls if x.tool == "knock_out"):
         inside = inside & ~_knocked_out(call, layer.at)
     if bool((blind := ~inside.any(-1)).any()):

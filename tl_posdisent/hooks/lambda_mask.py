@@ -27,14 +27,14 @@ def lambda_mask(
     """Restrict attention to the first and the nearest keys, with a ceiling on distances (LM-Infinite).
 
     The mask is shaped like a Λ (arXiv 2308.16137): token i of a text sees token j if ``j < sinks`` or
-    ``i - j < window``, counted from the text's first token. RoPE receives the distance ``min(D, distance_ceiling)``,
-    where D is the distance of the tokens, or that of another intervention on the head. Keys that the layer's own mask
-    hides stay hidden.
+    ``|i - j| < window``, counted from the text's first token. The distance is absolute: in the two-way prefix of a
+    prefix LM, a key ahead is as near as one behind. RoPE receives the distance ``min(D, distance_ceiling)``, where D is
+    that of the tokens, or that of another intervention on the head. Keys that the layer's own mask hides stay hidden.
 
     Args:
         model: a causal model with rotary embeddings. For texts beyond its context load it with a larger ``n_ctx``.
         sinks: number of keys at the beginning of each text that every query sees; 0 for a plain sliding window.
-        window: number of most recent keys that a query sees, including its own.
+        window: number of most recent keys that a query sees, including its own, and as many ahead in a two-way prefix.
         distance_ceiling: largest distance, in positions; None for no ceiling.
         layers: default all layers with RoPE; other layers are not changed.
         heads: query heads, default all.

@@ -5,6 +5,8 @@ A model that shows no scores discards edited ones too: its result is computed fr
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -41,6 +43,7 @@ class LayerHook:
         spec: the layer.
         records: what is edited in each head.
         names: the hooks that it needs, in the order in which they fire.
+        running: a copy of the layer for the pass that is under way, which keeps what was ``seen`` in it.
     """
 
     def __init__(self, spec: AttentionSpec, records: Mapping[int, Edit]) -> None:
@@ -49,8 +52,12 @@ class LayerHook:
         self.tools = sorted({call.partition("(")[0] for x in self.records.values() for call in x.call_names})
         self._check_layer()
         self.lent, self.names = self._needed()
+        self.own = [name for name in self.names if name not in self.lent]
         self.seen: dict[str, Tensor] = {}
         self.edited: EditedRows | None = None
+        self.running: LayerHook | None = None
+        self.thread = 0  # of the pass
+        self.ended: set[int] = set()  # threads whose pass was ended by that of another
 
     @property
     def pairs(self) -> list[Head]:
@@ -122,13 +129,44 @@ class LayerHook:
 
     def __call__(self, name: str, x: Tensor) -> Tensor | None:
         """Keep what a hook shows, edit the layer if it is the hook for that, and forget the pass at its last hook."""
+        running = self._pass(name)
+        new = running._at(name, x)
+        if name == self.own[-1] and self.running is running:
+            self.running = None
+        return new
+
+    def _pass(self, name: str) -> LayerHook:
+        """Return the pass to which a hook belongs, which begins with the layer's first; refuse several threads.
+
+        A thread that is refused ends the pass of the other, too: it may have been interrupted long ago.
+        """
+        running, begins = self.running, name == self.own[0] or name in self.lent
+        thread = threading.get_ident()
+        met = running is not None and running.thread != thread
+        if met or (thread in self.ended and not begins):
+            if running is not None:
+                self.ended.add(running.thread)
+            if self.running is running:
+                self.running = None
+            raise ValueError(
+                f"hooks of {' + '.join(self.tools)} got passes of several threads at once in layer {self.spec.layer}, "
+                "and one must end before another begins: run the model in one thread"
+            )
+        if running is None or name == self.own[0]:
+            # of a pass that was interrupted, only keys of earlier layers may be left
+            left = {} if running is None else {each: running.seen[each] for each in self.lent & running.seen.keys()}
+            running = copy.copy(self)
+            running.seen, running.edited, running.thread = left, None, thread
+            self.running = running
+            self.ended.discard(thread)
+        return running
+
+    def _at(self, name: str, x: Tensor) -> Tensor | None:
+        """Keep what a hook shows, and edit the layer if it is the hook for that."""
         if name in self.lent:
             self.seen[name] = x
             return None
-        own = [each for each in self.names if each not in self.lent]
-        if name == own[0]:  # a new pass; of one that was interrupted, only keys of earlier layers may be left
-            self.seen, self.edited = {each: self.seen[each] for each in self.lent & self.seen.keys()}, None
-        self._check_order(own, name)
+        self._check_order(name)
         self.seen[name] = x
         new = None
         if name == self.at_scores:
@@ -140,20 +178,18 @@ class LayerHook:
             self._check_whole_text(x)
         if name == self.at_result:
             new = self._new_results(x if new is None else new)
-        if name == own[-1]:
-            if self.heads and not self.shows_scores:
-                self._check_hidden()
-            self.seen, self.edited = {}, None
+        if name == self.own[-1] and self.heads and not self.shows_scores:
+            self._check_hidden()
         return new
 
-    def _check_order(self, own: Sequence[str], name: str) -> None:
+    def _check_order(self, name: str) -> None:
         """Refuse a layer of which a hook fired before others, or twice."""
         if self.lent - self.seen.keys():
             raise ValueError(
                 f"hooks of {' + '.join(self.tools)} act on layer {self.spec.layer}, which attends to the keys of "
                 f"layer {self.spec.taps.keys_of}, and do not see these: run the model from its first layer on"
             )
-        if [each for each in own if each in self.seen] != list(own[: own.index(name)]):
+        if [each for each in self.own if each in self.seen] != self.own[: self.own.index(name)]:
             raise ValueError(
                 f"hooks of {' + '.join(self.tools)} do not see layer {self.spec.layer} from its beginning, or see it "
                 "twice: apply them once, and run the model outside of its own hooks"
@@ -194,8 +230,9 @@ class LayerHook:
         new = scores
         for heads in groups.values():
             record = self.records[heads[0]]
-            beyond = None if rest is None else _of_heads(rest, [self.heads.index(head) for head in heads])
-            changed = self._of_group(record, heads, _of_heads(scores, heads), beyond, rounding, vectors)
+            at = [self.heads.index(head) for head in heads]
+            beyond, units = (None, None) if rest is None or rounding is None else (_of_heads(rest, at), rounding[at])
+            changed = self._of_group(record, heads, _of_heads(scores, heads), beyond, units, vectors)
             new = _with_heads(new, heads, changed, own=new is not scores)
         return new
 
@@ -211,14 +248,17 @@ class LayerHook:
         """Return the scores of heads that share a record; ``rest`` are these less the product of queries and keys."""
         visible = None
         if record.hide or record.scores or record.from_start:
-            hidden = hidden_keys(self.spec, scores, rest, rounding)
+            hidden = self.spec.is_masked(scores)
+            if rest is not None and rounding is not None:
+                hidden = hidden_keys(rest, rounding)
             visible = ~hidden
             if record.from_start:
                 self._check_start(record.from_start, visible)
         if record.rotation:
             assert rest is not None
+            assert rounding is not None
             assert vectors is not None
-            scores = rotated_scores(self.spec, record, heads, scores, rest, vectors.wide())
+            scores = rotated_scores(self.spec, record, heads, scores, rest, rounding, vectors.wide())
         if visible is None:
             return scores
         hidden_now = torch.zeros((), dtype=torch.bool, device=scores.device)
@@ -239,7 +279,9 @@ class LayerHook:
                 keys = [self.spec.key_head(head) for head in heads]
                 own = vectors.q[:, :, heads], vectors.k[:, :, keys]
             new = record.scores.of(View(self.spec, heads, inside, scores, own))
-            scores = torch.where(inside, new.to(scores.dtype), scores)
+            if new is not scores:  # hidden keys would be seen if they kept scores, and the others got lower ones
+                kept = scores.masked_fill(~inside & inside.any(-1, keepdim=True), -torch.inf)
+                scores = torch.where(inside, new.to(scores.dtype), kept)
         return scores
 
     # --- what a pass must be
@@ -249,8 +291,9 @@ class LayerHook:
         n_query, n_key = cells.shape[-2:]
         if n_query < n_key or n_query == 1:
             raise ValueError(
-                f"hooks act on texts of two or more tokens, and layer {self.spec.layer} sees {n_query} of {n_key} "
-                "tokens: run the model without a KV cache (generate with use_past_kv_cache=False)"
+                f"hooks act on whole texts of two or more tokens, and layer {self.spec.layer} has {n_query} queries "
+                f"for {n_key} keys: run the model without a KV cache, also without a static one (generate with "
+                "use_past_kv_cache=False)"
             )
 
     def _check_start(self, call: str, visible: Cells) -> None:
@@ -282,13 +325,21 @@ class LayerHook:
             )
 
     def _check_one_text(self, call: str, inside: Cells, real: Bool[Tensor, "batch 1 pos"]) -> None:
-        """Refuse several texts packed into one row, each masked from the others: scores are fitted text by text."""
+        """Refuse masks other than the layer's own, beside padding: scores are fitted text by text under that mask."""
         whole = self.spec.mask(inside.shape[-1], inside.device) & real[..., :, None] & real[..., None, :]
+        tool = call.partition("(")[0]
+        if bool((inside & ~whole).any()):
+            query, key = (inside & ~whole).nonzero()[0, -2:].tolist()
+            raise ArgumentError(
+                "attention_mask",
+                f"must not show keys that layer {self.spec.layer} hides for {tool}, got a mask by which token {query} "
+                f"sees token {key}, as in the two-way prefix of a prefix LM: give texts without a prefix",
+            )
         if not torch.equal(whole.expand_as(inside), inside):
             raise ArgumentError(
                 "attention_mask",
-                f"must leave one text in each row for {call.partition('(')[0]}, got a mask that hides tokens of a text "
-                "from each other: pass packed texts as a batch of texts, and add other lists of hooks, a + b",
+                f"must leave one text in each row for {tool}, got a mask that hides tokens of a text from each other: "
+                "pass packed texts as a batch of texts",
             )
 
     # --- models that neither show scores nor use edited ones

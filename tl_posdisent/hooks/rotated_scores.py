@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Float64, Int, Real
 from torch import Tensor
 
 from tl_posdisent.hooks.edit import Band, Edit
-from tl_posdisent.models.agreement import HIDDEN
+from tl_posdisent.models.agreement import hidden_keys
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary, turn
 from tl_posdisent.utils.errors import ArgumentError
@@ -73,13 +73,20 @@ class Vectors(NamedTuple):
 
 
 def rotated_scores(
-    spec: AttentionSpec, edit: Edit, heads: Sequence[int], scores: Scores, rest: Scores, vectors: Vectors
+    spec: AttentionSpec,
+    edit: Edit,
+    heads: Sequence[int],
+    scores: Scores,
+    rest: Scores,
+    rounding: Float[Tensor, "head 1 1"],
+    vectors: Vectors,
 ) -> Scores:
     """Return the scores of some heads under the edits of their rotation.
 
     Args:
         scores: the model's own.
         rest: these less the product of its queries and keys; overwritten.
+        rounding: of that product.
         vectors: of all heads, before rotation.
     """
     rotation = _Rotation(spec, edit, list(heads), vectors)
@@ -87,14 +94,14 @@ def rotated_scores(
         return _rounded(rotation.turned(*rotation.own_angles()).add_product(spec, rest), scores)
     ceiling = math.inf if edit.ceiling is None else edit.ceiling
     if isinstance(edit.distances, Tensor):
-        cells = _matrix(spec, edit.distances, heads, seen_cells(rest))
+        cells = _matrix(spec, edit.distances, heads, seen_cells(rest, rounding))
         values, index = cells.clamp(max=ceiling).unique(return_inverse=True)
         return _rounded(rest + rotation.of_pairs(values, index), scores)
     if edit.distances is None or isinstance(edit.distances, float):
         pieces = _pieces_of_ceiling(edit.distances, ceiling)
     else:
         n = scores.shape[-1]
-        ahead = not spec.causal or bool(seen_cells(rest).triu(1).any())  # in the prefix of a prefix LM
+        ahead = not spec.causal or bool(seen_cells(rest, rounding).triu(1).any())  # in the prefix of a prefix LM
         low = 1 - n if ahead else 0  # a function need not have values at distances that do not occur
         real = torch.arange(low, n, device=scores.device)
         values = mapped(edit.distances, real.double(), "distances", "real distances").clamp(max=ceiling)
@@ -311,9 +318,9 @@ def _pieces_of_ceiling(distance: float | None, ceiling: float) -> list[Piece]:
     return [Piece(-math.inf, 1.0, 0.0), Piece(ceiling, 0.0, ceiling)]
 
 
-def seen_cells(rest: Scores) -> Bool[Tensor, "batch query key"]:
+def seen_cells(rest: Scores, rounding: Float[Tensor, "head 1 1"]) -> Bool[Tensor, "batch query key"]:
     """Find the cells in which a head sees a key."""
-    return (rest > -HIDDEN).any(1)
+    return (~hidden_keys(rest, rounding)).any(1)
 
 
 def _matrix(

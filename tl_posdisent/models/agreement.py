@@ -15,7 +15,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.precision import mismatch
 
 _ROWS_CHECKED = 32
-HIDDEN = 30.0  # a key whose score lies this far below its product has less than 1e-13 of the attention that is due
+_HIDDEN = 30.0  # a key whose score lies this far below its product has less than 1e-13 of the attention that is due
 
 
 def checked_rows(length: int, device: torch.device) -> Int[Tensor, " row"]:
@@ -58,7 +58,7 @@ def check_product(
 
     Queries whose keys are hidden from all are padding, which has positions of its own.
     """
-    hidden = rest < -HIDDEN - 4 * rounding
+    hidden = hidden_keys(rest, rounding)
     right = (rest <= rounding).logical_and_((rest >= -rounding).logical_or_(hidden))  # NaN is not
     see_themselves = ~hidden.diagonal(0, -2, -1).flatten(1)
     if bool(right.all()) and bool(see_themselves.any(-1).all()):
@@ -75,15 +75,15 @@ def real_tokens(visible: Bool[Tensor, "batch head query key"]) -> Bool[Tensor, "
 
 @torch.no_grad()
 def hidden_keys(
-    spec: AttentionSpec,
-    scores: Float[Tensor, "batch head query key"],
-    rest: Float[Tensor, "batch head query key"] | None,
-    rounding: Tensor | None,
+    rest: Float[Tensor, "batch head query key"], rounding: Float[Tensor, "head 1 1"]
 ) -> Bool[Tensor, "batch head query key"]:
-    """Find the keys that a query does not see, for any reason: by the rest of their scores, if it is known."""
-    if rest is None or rounding is None:
-        return spec.is_masked(scores)
-    hidden: Tensor = rest < -HIDDEN - 4 * float(rounding.max())
+    """Find the keys that a query does not see, for any reason, by its scores less the product of queries and keys.
+
+    However small the mask value is, -50 or -1e4, it is told from low scores: these are low products. A layer that adds
+    a bias to its products (ALiBi) has no such rest: there a key is hidden at the mask values of models alone
+    (``AttentionSpec.is_masked``), since far keys of a long text have biases of -50 and less, too.
+    """
+    hidden: Tensor = rest < -_HIDDEN - 4 * rounding
     return hidden
 
 
@@ -93,18 +93,23 @@ def check_scores(
     q_rot: Float[Tensor, "batch row head d_head"],
     k_rot: Float[Tensor, "batch key kv d_head"],
     shown: Float[Tensor, "batch head row key"],
-    visible: Bool[Tensor, "row key"],
     dtype: torch.dtype,
+    rows: Int[Tensor, " row"],
 ) -> None:
-    """Raise unless the scores in some rows are those of these rotated queries and keys.
+    """Raise unless the scores in some rows are those of these queries and keys under the layer's own mask.
 
     Args:
-        shown: the model's scores; those of keys that are not visible do not count.
+        shown: the model's scores.
         dtype: that of the model's queries and keys.
     """
+    inside = spec.sees(rows[:, None] - torch.arange(k_rot.shape[1], device=rows.device))
     rest = shown - spec.score(q_rot, k_rot)
     rounding = product_rounding(spec, q_rot, k_rot, shown.dtype, dtype)
-    if not bool(((rest.abs() <= rounding) | ~visible).all()):
+    hidden = hidden_keys(rest, rounding)
+    more = bool((~hidden & ~inside).any())
+    if more or bool((hidden & spec.is_masked(shown) & inside).any()):
+        raise ValueError(spec.other_mask(k_rot.shape[1], more=more))
+    if not bool(((rest.abs() <= rounding) | ~inside).all()):
         raise disagreement(spec, k_rot.shape[1])
 
 

@@ -272,11 +272,11 @@ def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     q_rot, k_rot = spec.rotated(q[:, rows].to(wide), rows), spec.rotated(k.to(wide), positions)
     if scores is not None:
-        check_scores(spec, q_rot, k_rot, scores[:, :, rows], spec.check_mask(scores[:, :, rows], rows), q.dtype)
+        check_scores(spec, q_rot, k_rot, scores[:, :, rows], q.dtype, rows)
         return
     outside = ~spec.sees(rows[:, None] - positions)
     if bool((shown[:, :, rows][..., outside] != 0).any()):  # a 0 inside the mask is no sign of another mask
-        raise ValueError(spec.other_mask(shown.shape[-1]))
+        raise ValueError(spec.other_mask(shown.shape[-1], more=True))
     check_pattern(spec, q_rot, k_rot, shown[:, :, rows], q.dtype, rows)
 
 

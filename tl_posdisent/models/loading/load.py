@@ -93,8 +93,9 @@ def _own_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedToken
 
 def _check_hf_model(hf_model: Any) -> None:
     if not isinstance(hf_model, PreTrainedModel):
+        merge = ": merge its adapters, hf_model.merge_and_unload()" if hasattr(hf_model, "merge_and_unload") else ""
         raise ArgumentError(
-            "hf_model", f"must be a causal language model of transformers, got {type(hf_model).__name__}"
+            "hf_model", f"must be a causal language model of transformers, got {type(hf_model).__name__}{merge}"
         )
     if hf_model.get_output_embeddings() is None:
         raise ArgumentError(
@@ -112,15 +113,21 @@ def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
         tokenizer: a copy of it is attached to the model, so that ``to_tokens`` works without a network.
 
     Raises:
-        ValueError: not a Hugging Face model; the installed TransformerLens has no HookedTransformer, does not know the
-            architecture, or converts it to a model with different outputs (``check_same_logits``, rotary tables); the
-            logits of ``hf_model`` itself are not finite.
+        ValueError: not a Hugging Face model, or one with adapters that are not merged; the installed TransformerLens
+            has no HookedTransformer, does not know the architecture, or converts it to a model with different outputs
+            (``check_same_logits``, rotary tables); the logits of ``hf_model`` itself are not finite.
 
     >>> from tl_posdisent.demo.demo_model import demo_hf_model
     >>> assert not has_hooked() or hooked_from_hf(demo_hf_model()).cfg.n_key_value_heads == 4
     """
     check_backend("hooked")
     _check_hf_model(hf_model)
+    if adapted := [name for name, part in hf_model.named_modules() if hasattr(part, "base_layer")]:
+        raise ArgumentError(
+            "hf_model",
+            f"must have no adapters beside its weights, got one at {adapted[0]}: merge them, merge_and_unload() of the "
+            "PEFT model, or use bridge_from_hf",
+        )
     tokenizer = _own_tokenizer(tokenizer)
     training = [part for part in hf_model.modules() if part.training]
     try:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from tl_posdisent.models.reading.hugging_face import causal, kinds_of, window
-from tl_posdisent.models.reading.layer import BIASED, ORDER, Layer
-from tl_posdisent.models.reading.rotations import stored_rotation
+from tl_posdisent.models.reading.layer import BIASED, BY_HEAD, ORDER, Layer
+from tl_posdisent.models.reading.rotations import rotary_module, stored_rotation
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary
 
@@ -56,6 +56,8 @@ def _problem(layer: Layer) -> str | None:
         return "it normalises its queries and keys after the rotation, with weights"
     if getattr(getattr(layer.original, "config", None), "clip_qkv", None) is not None:
         return "it clips its queries and keys, and has no hook behind that"
+    if getattr(getattr(rotary_module(layer.model, layer.number), "inv_freq", None), "ndim", 1) > 1:
+        return BY_HEAD
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.models.reading.layer import BIASED, Layer
+from tl_posdisent.models.reading.layer import BIASED, BY_HEAD, Layer
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Pairing, Rotary
 
@@ -26,7 +26,7 @@ def hooked_attention(layer: Layer) -> AttentionSpec:
         "window": cfg.window_size if getattr(attn, "attn_type", None) == "local" else None,
     }
     values = layer.tap("hook_v", n_kv_heads)
-    if (problem := _problem(cfg)) is not None:
+    if (problem := _problem(attn, cfg)) is not None:
         return layer.spec(layer.taps(v=values), problem=problem, **facts)
     rotary, cap = _rotation(layer), getattr(cfg, "attn_scores_soft_cap", None)
     vectors = {which: layer.tap(f"hook_{which}", n, norm=_norm(attn, which)) for which, n in heads.items()}
@@ -41,12 +41,14 @@ def hooked_attention(layer: Layer) -> AttentionSpec:
     )
 
 
-def _problem(cfg: Any) -> str | None:
+def _problem(attn: Any, cfg: Any) -> str | None:
     """Return why scores are not those of queries and keys that one rotation turns, or None."""
     if cfg.positional_embedding_type in _BIASES:
         return BIASED
     if getattr(cfg, "rotary_heads", None) not in (None, 0, cfg.n_heads):
         return "its scores are not scale * <q, k> of one rotation: it rotates only some of its heads"
+    if getattr(getattr(attn, "rotary_cos", None), "ndim", 2) > 2:
+        return BY_HEAD
     return None
 
 

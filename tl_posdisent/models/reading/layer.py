@@ -20,6 +20,7 @@ ORDER: tuple[str, ...] = ("q", "k", "v", "gate", "q_rot", "k_rot")
 """The hooks of vectors, in the order in which they fire in most models."""
 
 BIASED = "its scores are not scale * <q, k>: they hold an additive bias such as ALiBi"
+BY_HEAD = "its scores are not scale * <q, k> of one rotation: its heads rotate by frequencies of their own"
 
 
 @dataclass(frozen=True)

@@ -97,19 +97,28 @@ class AttentionSpec(Geometry):
         """Find the cells that are masked in a run of this model, for any reason (including padding)."""
         return scores <= self.limits.masked_below
 
-    def check_mask(self, scores: Float[Tensor, "batch head row key"], rows: Tensor) -> Bool[Tensor, "row key"]:
-        """Return the cells inside the layer's mask in some rows; raise if the model masks other cells."""
+    def check_mask(self, scores: Float[Tensor, "batch head row key"], rows: Tensor) -> None:
+        """Raise if the model masks other cells in some rows than those outside the layer's mask."""
         inside = self.sees(rows[:, None] - torch.arange(scores.shape[-1], device=rows.device))
         # In float16 a score may be as large as a mask value; only a number beyond all scores is certainly masked.
         half = torch.finfo(torch.float16).min
         hidden = scores <= (half if self.limits.masked_below > half else self.limits.masked_below)
-        if bool((hidden & inside).any() | (~self.is_masked(scores) & ~inside).any()):
-            raise ValueError(self.other_mask(scores.shape[-1]))
-        return inside
+        more = bool((~self.is_masked(scores) & ~inside).any())
+        if more or bool((hidden & inside).any()):
+            raise ValueError(self.other_mask(scores.shape[-1], more=more))
 
-    def other_mask(self, length: int) -> str:
-        """Return the error message for a mask other than the one read; raise if the text is longer than it holds."""
+    def other_mask(self, length: int, *, more: bool = False) -> str:
+        """Return the error message for a mask other than the one read; raise if the text is longer than it holds.
+
+        ``more`` says that queries see keys that the layer's own mask hides.
+        """
         self.check_length(length, "its mask")
+        if more:
+            return (
+                f"layer {self.layer} of {self.architecture}: queries see keys that the mask which was read from it "
+                f"hides ({'causal' if self.causal else 'full'}, window {self.window}), such as later ones in the "
+                "two-way prefix of a prefix LM: give texts without a prefix"
+            )
         return (
             f"layer {self.layer} of {self.architecture}: the model's mask is not the one that was read from it "
             f"({'causal' if self.causal else 'full'}, window {self.window}): for padded texts pass "
@@ -135,10 +144,11 @@ class AttentionSpec(Geometry):
     def require_rotary(self, tool: str) -> Rotary:
         """Return the rotary of a layer whose rotation can be changed, or raise an error that says what is missing."""
         if self.rotary is None:
-            why = f": {self.limits.problem}" if self.limits.problem else ""
+            problem = self.limits.problem
+            why = f"cannot be edited: {problem}" if problem else "has no rotary position embedding"
             raise ValueError(
-                f"{tool} needs rotary position embeddings (RoPE) that hooks can reach, but layer {self.layer} of "
-                f"{self.architecture} has no rotary position embedding{why}"
+                f"{tool} needs rotary position embeddings (RoPE) that hooks can reach, and layer {self.layer} of "
+                f"{self.architecture} {why}"
             )
         return self.rotary
 
