@@ -212,11 +212,11 @@ class Subject:
         yield Call("phase_noise", noise=NOISE[:, : len(rotary.frequencies)])
         yield Call("patch_vectors", q_rot=other.q_rot, k_rot=None, keys="head")
         yield Call("patch_vectors", q_rot=None, k_rot=other.k_rot, keys="head")
+        yield Call("lambda_mask", sinks=1, window=4, distance_ceiling=2)
+        yield Call("lambda_mask", sinks=2, window=5)
         if self.seen is None:  # these need distances forwards
             yield Call("remap_distance", distances=lambda d: d.clamp(max=2))
             yield Call("remap_distance", distances=torch.log1p)
-            yield Call("lambda_mask", sinks=1, window=4, distance_ceiling=2)
-            yield Call("lambda_mask", sinks=2, window=5)
             yield Call("substitute_additive", axes="two")
 
     def variants(self) -> Iterator[Call]:
