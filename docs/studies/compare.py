@@ -3,48 +3,31 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 import torch
-from shared.texts import demo_texts, parts, parts_of, training_speeches
+from shared.texts import Source, demo_texts, parts, parts_of, training_speeches
 from torch import Tensor
 
 import tl_posdisent as tp
 
+SOURCES: tuple[Source, ...] = ("speeches", "wikitext")
 COLUMNS = ("contribution", "where_part", "what_part", "neither_part")
 
 
 def table(model: Any, texts: int = 12, length: int = 96, steps: int = 60, batch: int = 4) -> pd.DataFrame:
-    """One row per head that surely changed in each of two trainings: on speeches, and on other speeches.
-
-    Heads are measured in speeches that no training saw, and those of the first training in WikiText as well.
-    """
+    """One row per head that surely changed by a training on speeches, in other speeches, and in WikiText."""
     small = model.cfg.d_vocab < 10_000
-    measured = {"speeches": demo_texts(texts, length) if small else parts(model, "speeches", texts, length)}
-    if not small:
-        measured["wikitext"] = parts(model, "wikitext", texts, length)
-    tables = []
-    for name, seen in trainings(model, steps * batch, length, small=small):
-        trained = train(copy.deepcopy(model), seen, steps, batch)
-        for source, tokens in measured.items():
-            if source == "speeches" or name == "speeches":
-                changes = changed(model, trained, tokens)
-                tables.append(
-                    changes.assign(training=name, measured_in=source, steps=steps, texts=texts, length=length)
-                )
-    return pd.concat(tables)
-
-
-def trainings(model: Any, n: int, length: int, *, small: bool) -> Iterator[tuple[str, Tensor]]:
-    """The texts of each training."""
     if small:
-        yield "demo", demo_texts(20, length)[12:]
-        return
-    speeches = training_speeches()
-    yield "speeches", parts_of(model, speeches[::2], n, length)
-    yield "other speeches", parts_of(model, speeches[1::2], n, length)
+        measured, seen = {"demo": demo_texts(texts, length)}, demo_texts(20, length)[texts:]
+    else:
+        measured = {source: parts(model, source, texts, length) for source in SOURCES}
+        seen = parts_of(model, training_speeches()[::2], steps * batch, length)
+    trained = train(copy.deepcopy(model), seen, steps, batch)
+    tables = {source: changed(model, trained, tokens) for source, tokens in measured.items()}
+    found = pd.concat(tables, names=["measured_in"]).reset_index("measured_in")
+    return found.assign(steps=steps, texts=texts, length=length)
 
 
 def changed(before: Any, after: Any, tokens: Tensor) -> pd.DataFrame:

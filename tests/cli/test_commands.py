@@ -74,7 +74,7 @@ def stretches(count: int, length: int) -> torch.Tensor:
 ONE, QUIET = demo_tokens(length=32), {"progress": False}
 CASES = {
     "fit": Case(
-        "fit --length 32 --layers 0,2-3 --control 2 --seed 5",
+        "fit --length 32 --texts 2 --layers 0,2-3 --control 2 --seed 5",
         partial(beside_random, partial(additivity, layers=[0, 2, 3]), [5, 6]),
         stretches(2, 32),
     ),
@@ -102,7 +102,7 @@ def test_the_table_is_that_of_the_library(name: str, model: Any, tmp_path: Path)
 
 def test_means_over_heads_are_shown_beside_random_weights(model: Any) -> None:
     trained, chance = (additivity(m, stretches(2, 32), **QUIET) for m in (model, next(random_control(model, [0]))))
-    result = run_command("fit --length 32 --no-progress")
+    result = run_command("fit --length 32 --texts 2 --no-progress")
     shown = [words[0:1] + words[-2:] for words in rows(result)]
     r, by_layer = trained["r_held_out"], [t.groupby("layer")["r_held_out"].mean() for t in (trained, chance)]
     assert shown == [[str(n), f"{by_layer[0][n]:.2f}", f"{by_layer[1][n]:.2f}"] for n in range(5)]
@@ -115,7 +115,7 @@ def test_means_over_heads_are_shown_beside_random_weights(model: Any) -> None:
     low = [f"L{layer}H{head}" for (layer, head), x in heads.items() if x <= limit[layer]]
     said = f"above the highest random head of their layer: {40 - len(low)} of 40 heads"
     assert said + (f", all but {', '.join(low)}\n" if low else "\n") in result.stdout
-    without = run_command("fit --length 32 --no-progress --control 0")
+    without = run_command("fit --length 32 --texts 2 --no-progress --control 0")
     assert {words[-1] for words in rows(without)} == {"–"}
     assert {len(words) for words in rows(without)} == {11}  # layer, eight heads, mean, random
     assert "random initialisation" not in without.stdout
@@ -204,7 +204,10 @@ def test_a_short_text_is_read_whole(tmp_path: Path) -> None:
     text.write_text("We the people of the United States, in order to form a more perfect union", encoding="utf-8")
     n = len(demo_tokenizer().encode(text.read_text(encoding="utf-8")))
     assert f"demo, 1 × {n} tokens" in run_command("fit --layers 4 --texts 1 --no-progress", "--text", text).stdout
-    assert f"demo, 2 × {n // 2} tokens" in run_command("fit --layers 4 --texts 2 --no-progress", "--text", text).stdout
+    assert (
+        f"demo, 2 × {(n - 1) // 2 + 1} tokens"
+        in run_command("fit --layers 4 --texts 2 --no-progress", "--text", text).stdout
+    )
 
 
 def test_text_from_stdin_is_that_of_a_file(tmp_path: Path) -> None:

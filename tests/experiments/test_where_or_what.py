@@ -363,7 +363,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "one text": (
         (FITTED[:1],),
         {},
-        r"tokens must be at least two texts, .* got 1 text: give more, or cut",
+        r"tokens must be at least two texts, .* got 1 text: give more, or parts of one",
     ),
     "one text to measure": ((FITTED, MEASURED[:1]), {}, r"heldout must be at least two texts, .* got 1 text"),
     "longer texts": ((MEASURED, FITTED), {}, r"heldout must be no longer than tokens, 11 tokens, got 12"),

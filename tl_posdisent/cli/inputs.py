@@ -15,7 +15,6 @@ from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.files import decode_text, found_at
 
 _MOST_BYTES = 100_000_000  # of a text, which is tokenized whole
-_LONGEST = 512  # default of --length
 _RANGE = re.compile(r"(\d{1,4})-(\d{1,4})")
 
 
@@ -101,35 +100,6 @@ def read_text(text: Path | None) -> str:
     if not words.strip():
         raise ArgumentError("text", f"must have words, but {name} is empty")
     return words
-
-
-def cut_tokens(model: Any, words: str, length: int | None, texts: int | None, default: int = 2) -> Any:
-    """Return token ids ``(texts, length)`` of consecutive parts of a text.
-
-    Without ``length``, parts are as long as the text, the context and 512 allow; without ``texts``, they are
-    ``default``, or as many as a shorter text has. Each begins with the model's beginning-of-text token, if it has one.
-    """
-    import torch
-
-    from tl_posdisent.models.running.texts import text_ids
-
-    ids = text_ids(model, words)[0]
-    begin = text_ids(model, "").flatten().to(ids)
-    body = ids[len(begin) :]
-    if length is None:
-        length = min(int(model.cfg.n_ctx), _LONGEST, max(2, len(ids) // (texts or 1)))
-    step = length - len(begin)
-    if step < 1:
-        raise ArgumentError("length", f"must exceed the {len(begin)} tokens with which each text begins, got {length}")
-    count = texts or max(1, min(default, len(body) // step))
-    if count * step > len(body):
-        raise ArgumentError(
-            "text",
-            f"has {len(body)} tokens, too few for {count} × {length}, which need {count * step}: "
-            "pass a longer text, or fewer or shorter parts",
-        )
-    parts = body[: count * step].view(count, step)
-    return torch.cat([begin.expand(count, -1), parts], dim=1)
 
 
 def title_of(model: str, tokens: Any) -> str:

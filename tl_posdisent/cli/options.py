@@ -41,14 +41,9 @@ Device = Annotated[
     str | None, Option(help="cpu, cuda, cuda:1 …; default the CPU, or for a NAME TransformerLens's default.")
 ]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16", "float64"], Option(help="Dtype of the weights.")]
-Length = Annotated[
-    int | None, Option(min=2, max=MOST, help="Tokens per text; default all, at most the context and 512.")
-]
-TextsOrTwo = Annotated[
-    int | None,
-    Option(
-        min=1, max=MOST, help="Number of consecutive parts of the text; default 2 if the text is long enough, else 1."
-    ),
+Length = Annotated[int | None, Option(min=2, max=MOST, help="Tokens per text; default 128, or fewer of a short text.")]
+Texts = Annotated[
+    int | None, Option(min=1, max=MOST, help="Number of consecutive parts of the text; default all, at most 12.")
 ]
 Layers = Annotated[str | None, Option(help="Such as 0,3,5 or 0-3,7, or global or local; default all.")]
 Heads = Annotated[str | None, Option(help="Heads of these layers, such as 0,2-4, or L4H2,L0H5; default all.")]

@@ -44,9 +44,8 @@ def report(
     The file has plotly figures and loads nothing from a network. The same call writes the same file, byte for byte. Its
     numbers are those of the experiments called alone, and random initialisations read the same text.
 
-    Texts of at most 1024 tokens (or the model's context) are read, at most 4096 tokens altogether. It takes about six
-    texts to decide something, so a string is cut into six to eight equal parts, of 64 to 256 tokens. Each section
-    states what it read.
+    Texts of at most 1024 tokens (or the model's context) are read, at most 4096 tokens altogether. A string is cut into
+    twelve parts of 128 tokens (``cut_text``). Each section states what it read.
 
     Args:
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``; hooks on it act on

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.texts import Tokens, read_texts, text_ids, token_words
+from tl_posdisent.models.running.cut_text import cut_text
+from tl_posdisent.models.running.texts import Tokens, read_texts, token_words
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import listed
 from tl_posdisent.utils.words import plural
@@ -21,11 +21,6 @@ POSITIONS = 1024
 """The longest text that is measured: the size of scores grows with its square."""
 TOKENS = 4096
 """Maximum number of tokens of all texts together."""
-LONGEST, SHORTEST = 256, 64
-"""Strings are cut into texts of at most so many tokens, and of at least so many, unless they are shorter."""
-FEWEST, MOST = 6, 8
-"""How many texts a string is cut into, if it is long enough. The interval of a mean over six texts is 2.6 errors
-wide on each side, that over two texts 12.7 errors."""
 _NAMELESS = ("", "custom", "external")  # TransformerLens's names for models that were not loaded by a name
 
 
@@ -99,22 +94,7 @@ def read_subject(model: Any, text: Tokens, layers: Any = None, heads: Any = None
             "string, which is cut into equal parts",
         )
     (group,) = texts.groups
-    tokens, context = group.tokens, getattr(reading.model.cfg, "n_ctx", None) or POSITIONS
-    if isinstance(text, str) and tokens.shape[1] > min(2 * SHORTEST, context):
-        tokens = _parts(reading.model, tokens[0], min(LONGEST, context))
-    subject = Subject(reading, tokens, sum(texts.lengths), [], chosen).cut(min(POSITIONS, context), TOKENS)
+    tokens = cut_text(reading.model, text) if isinstance(text, str) else group.tokens
+    longest = min(POSITIONS, getattr(reading.model.cfg, "n_ctx", None) or POSITIONS)
+    subject = Subject(reading, tokens, sum(texts.lengths), [], chosen).cut(longest, TOKENS)
     return replace(subject, words=token_words(reading.model, subject.tokens[0]))
-
-
-def _parts(model: Any, ids: Int[Tensor, " whole"], longest: int) -> Int[Tensor, "batch pos"]:
-    """Cut a text into ``FEWEST`` to ``MOST`` texts of equal length, if it is long enough; the rest is not read.
-
-    Each begins with the model's BOS token, if any.
-    """
-    start = text_ids(model, "").flatten().to(ids)
-    begin = len(start) if torch.equal(ids[: len(start)], start) else 0
-    rest = ids[begin:]
-    n_texts = max(-(-len(rest) // (longest - begin)), min(FEWEST, len(rest) // SHORTEST))
-    length, n_texts = len(rest) // n_texts, min(n_texts, MOST)
-    parts = rest[: n_texts * length].view(n_texts, length)
-    return torch.cat([ids[:begin].expand(n_texts, -1), parts], 1)

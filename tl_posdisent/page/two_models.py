@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import pandas as pd
 
 from tl_posdisent.experiments.where_what.compare_heads import compare_heads
 from tl_posdisent.models.reading.model_reading import ModelReading
+from tl_posdisent.models.running.cut_text import LENGTH, MOST
 from tl_posdisent.page.section import Section, Settings, Shown
 from tl_posdisent.page.subject import Subject
 from tl_posdisent.utils.tables import HEAD
@@ -16,8 +17,6 @@ from tl_posdisent.viz.plots.plane import plot_where_or_what
 
 TWO_MODELS: Final = "two_models"
 """The name of the section, which is there if another model is given."""
-_EXACT: Final = 6
-"""Heads of the largest contribution, in either model, that are run."""
 _LABELS, _HEIGHT = 8, 560
 """Heads of the largest contribution that are labelled in the plane, and its height in pixels."""
 _CHANGES: Final = ("contribution", "where_part", "what_part", "neither_part")
@@ -34,24 +33,23 @@ _COLUMNS: Final = [
 """The columns of the table of heads that changed; the first are shown, the others on request."""
 _DIGITS: Final = {f"contribution_{when}": 4 for when in ("before", "after", "change", "change_se")}
 
-_ABOUT = f"""
+_ABOUT = """
 Both models read the same texts, and the contribution of each head and its parts are measured as for one model: before
 is this model, after the other one. A change is after minus before, paired by text, with its standard error over texts.
 It is named if its false discovery rate (Benjamini–Hochberg) is at most 5 %, of contributions among all heads, of parts
 among those of all heads. A head that changed need not be one that was changed: others make up for it, and later layers
-receive something else. The {_EXACT} heads that contribute most in either model are run in both, the others are
-estimated.
+receive something else. The heads that contribute most in either model are run in both, the others are estimated.
 """
 
 
 def two_models(after: ModelReading) -> Section:
     """Return the section that compares the model of the report with another one."""
-    return Section("Two models", _ABOUT, partial(_measure, after=after), _show, positions=72, tokens=576)
+    return Section("Two models", _ABOUT, partial(_measure, after=after), _show, positions=LENGTH, tokens=LENGTH * MOST)
 
 
 def _measure(subject: Subject, settings: Settings, *, after: ModelReading) -> pd.DataFrame:
-    options = {"exact": _EXACT, "seed": settings.seed, "progress": settings.progress}
-    return compare_heads(subject.reading, after, subject.tokens, heads=subject.pairs, **options)  # type: ignore[arg-type]
+    options: Any = {"seed": settings.seed, "progress": settings.progress}
+    return compare_heads(subject.reading, after, subject.tokens, heads=subject.pairs, **options)
 
 
 def _show(changes: pd.DataFrame, random: pd.DataFrame | None) -> Shown:

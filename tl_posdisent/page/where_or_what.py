@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, get_args
+from typing import get_args
 
 import pandas as pd
 
 from tl_posdisent.experiments.where_what.head_table import verdict_table
+from tl_posdisent.experiments.where_what.measurement import Exact
 from tl_posdisent.experiments.where_what.replacements import CONSTANTS
 from tl_posdisent.experiments.where_what.verdicts import NEGLIGIBLE, Verdict
 from tl_posdisent.experiments.where_what.where_or_what import where_or_what
+from tl_posdisent.models.running.cut_text import LENGTH, MOST
 from tl_posdisent.page.section import Section, Settings, Shown
 from tl_posdisent.page.subject import Subject
 from tl_posdisent.page.words import counted, number
 from tl_posdisent.utils.words import plural
 from tl_posdisent.viz.plots.plane import plot_where_or_what
 
-_EXACT: Final = 6
-"""Heads of the largest contribution that are run."""
 _LABELS, _HEIGHT = 8, 560
 """Heads of the largest contribution that are labelled in the plane, and its height in pixels."""
 _TITLES = {"share": "share of the contributions", "largest": "largest contributions"}
@@ -34,13 +34,13 @@ what are needed together, below 0 either serves. Gate is the share that the head
 keeps, with uniform attention to the other keys. A head is “neither” if u is surely above a half, “mixed” if the parts
 where and what surely differ by less than .2, “where” or “what” if one of them is surely larger, with 95 % over texts;
 “not used” if it surely contributes less than {NEGLIGIBLE:g} nats; else “undecided”. Parts are of single heads, each
-replaced alone. Divergences are estimated for all heads at once, and measured by runs for the {_EXACT} heads that
+replaced alone. Divergences are estimated for all heads at once, and measured by runs for those that
 contribute most.
 """
 
 
-def _measure(subject: Subject, settings: Settings, *, exact: int) -> pd.DataFrame:
-    progress = settings.progress and exact > 0  # a second bar, of a copy, would look like the model's
+def _measure(subject: Subject, settings: Settings, *, exact: Exact) -> pd.DataFrame:
+    progress = settings.progress and exact != 0  # a second bar, of a copy, would look like the model's
     options = {"exact": exact, "seed": settings.seed, "progress": progress}
     return where_or_what(subject.reading, subject.tokens, heads=subject.pairs, **options)  # type: ignore[arg-type]
 
@@ -95,9 +95,9 @@ def _middle_and_range(parts: pd.Series) -> str:
 WHERE_OR_WHAT = Section(
     "Where or what",
     _ABOUT,
-    partial(_measure, exact=_EXACT),
+    partial(_measure, exact="half"),
     _show,
     measure_copy=partial(_measure, exact=0),
-    positions=72,
-    tokens=576,
+    positions=LENGTH,
+    tokens=LENGTH * MOST,
 )

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from tl_posdisent.cli.inputs import cut_tokens, load_and_read, number_or_word, numbers_or_words, title_of
+from tl_posdisent.cli.inputs import load_and_read, number_or_word, numbers_or_words, title_of
 from tl_posdisent.cli.options import (
     Backend,
     Control,
@@ -21,7 +21,7 @@ from tl_posdisent.cli.options import (
     Seed,
     Std,
     TextFile,
-    TextsOrTwo,
+    Texts,
 )
 from tl_posdisent.cli.output import answering, check_out, grid, number, save, show
 from tl_posdisent.utils.words import plural
@@ -37,7 +37,7 @@ def fit(
     device: Device = None,
     dtype: Dtype = "float32",
     length: Length = None,
-    texts: TextsOrTwo = None,
+    texts: Texts = None,
     layers: Layers = None,
     heads: Heads = None,
     pool: Annotated[bool, Option(help="One distance profile for all texts.")] = False,
@@ -72,12 +72,13 @@ def fit(
         from tl_posdisent.experiments.measuring.random_copies import beside_random
         from tl_posdisent.models.loading.random_init import initial_scale
         from tl_posdisent.models.reading.model_reading import read_model
+        from tl_posdisent.models.running.cut_text import cut_text
         from tl_posdisent.utils.validation import check_number
 
         if scale != "config":
             check_number("std", scale, above=0)  # also without random weights
         loaded, words = load_and_read(model, text, backend, device, dtype)
-        tokens = cut_tokens(loaded, words, length, texts)
+        tokens = cut_text(loaded, words, length=length, texts=texts)
 
         def measure(m: Any) -> Any:
             return additivity(m, tokens, layers=chosen_layers, heads=chosen_heads, pool=pool, progress=progress)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from tl_posdisent.cli.inputs import cut_tokens, load, load_and_read
+from tl_posdisent.cli.inputs import load, load_and_read
 from tl_posdisent.cli.options import (
     MOST,
     Backend,
@@ -74,8 +74,10 @@ def head(
     """
     with answering():
         check_out(out)
+        from tl_posdisent.models.running.cut_text import cut_text
+
         loaded, words = load_and_read(model, text, backend, device, dtype)
-        tokens = cut_tokens(loaded, words, length, texts)
+        tokens = cut_text(loaded, words, length=length, texts=texts)
         if after is not None:
             with naming(model="after"):
                 other = load(after, backend, device, dtype)

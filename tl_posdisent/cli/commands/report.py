@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from tl_posdisent.cli.inputs import cut_tokens, load_and_read, numbers_or_words
+from tl_posdisent.cli.inputs import load_and_read, numbers_or_words
 from tl_posdisent.cli.options import (
-    MOST,
     Backend,
     Control,
     Device,
@@ -23,6 +22,7 @@ from tl_posdisent.cli.options import (
     Progress,
     Seed,
     TextFile,
+    Texts,
 )
 from tl_posdisent.cli.output import answering, check_out, show
 from tl_posdisent.page.names import ON_REQUEST, SECTION_NAMES
@@ -36,9 +36,7 @@ def report(
     device: Device = None,
     dtype: Dtype = "float32",
     length: Length = None,
-    texts: Annotated[
-        int | None, Option(min=1, max=MOST, help="Number of consecutive parts of the text; default at least 6.")
-    ] = None,
+    texts: Texts = None,
     layers: Layers = None,
     heads: Heads = None,
     section: Annotated[
@@ -69,12 +67,12 @@ def report(
         chosen_layers, chosen_heads = numbers_or_words(layers), numbers_or_words(heads)
         sections: Any = _sections(section)
         loaded, words = load_and_read(model, text, backend, device, dtype)
+        from tl_posdisent.models.running.cut_text import cut_text
         from tl_posdisent.page.build import check_page, check_sections, read_settings, write_report
-        from tl_posdisent.page.subject import FEWEST, read_subject
+        from tl_posdisent.page.subject import read_subject
 
-        whole = length is None and texts is None  # the text is cut as in Python
-        tokens = words if whole else cut_tokens(loaded, words, length, texts, default=FEWEST)
-
+        whole = length is None and texts is None  # the page then says how much of the text was read
+        tokens = words if whole else cut_text(loaded, words, length=length, texts=texts)
         subject = read_subject(loaded, tokens, chosen_layers, chosen_heads)
         command = shlex.join(["tl-posdisent", *sys.argv[1:]])  # as typed, to be run again
         settings = read_settings(subject, seed, control, progress=progress)

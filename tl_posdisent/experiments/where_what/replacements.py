@@ -164,7 +164,7 @@ def _require_two(texts: Texts) -> None:
         raise ArgumentError(
             "tokens",
             f"must be at least two texts, because errors are over texts, got {plural(len(texts.tokens), 'text')}: give "
-            "more, or cut one in parts, such as tokens[0, :512].view(8, 64)",
+            "more, or parts of one: cut_text(model, text)",
         )
 
 

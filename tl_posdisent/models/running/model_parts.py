@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from os import PathLike
 from typing import Any
 
 import torch
 
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.validation import shown
 
 FIRST_HOOK = "hook_embed"  # the first hook of a forward pass, in all model classes
 
@@ -26,7 +28,7 @@ def n_layers(model: Any) -> int:
         raise ArgumentError(
             "model",
             "must be a HookedTransformer, a TransformerBridge or another model with TransformerLens's hooks, "
-            f"got {type(model).__name__}",
+            f"got {_not_hooked(model)}",
         )
     blocks = getattr(model, "blocks", ())
     if len(blocks) != n:
@@ -37,6 +39,17 @@ def n_layers(model: Any) -> int:
             "that run blocks several times in a pass (HRM-Text), are not supported",
         )
     return n
+
+
+def _not_hooked(model: Any) -> str:
+    """Say what came in a model's place, and how it becomes one."""
+    from transformers import PreTrainedModel  # which takes seconds to import
+
+    if isinstance(model, (str, PathLike)):
+        return f"{shown(model)}: load it, load_model({shown(model)})"
+    if isinstance(model, PreTrainedModel):
+        return f"{type(model).__name__}, a model of transformers: pass bridge_from_hf(model)"
+    return type(model).__name__
 
 
 def architecture(model: Any) -> str:
