@@ -111,6 +111,7 @@ GOOD: dict[str, Any] = {
 
 OWN: dict[str, dict[str, Any]] = {
     "component_patching": {"source": TOKENS.flip(1)},
+    "cut_text": {"text": tp.demo_text()[:300]},
     "describe_head": {"head": "L0H1", "query": (0, 5), "seeds": 0},
     "dynamics": {"models": {0: synthetic()}},
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},

@@ -8,7 +8,6 @@ from typer import Argument, Option
 
 from tl_posdisent.cli.inputs import load, load_and_read
 from tl_posdisent.cli.options import (
-    MOST,
     Backend,
     Control,
     Device,
@@ -19,11 +18,11 @@ from tl_posdisent.cli.options import (
     Progress,
     Seed,
     TextFile,
+    Texts,
 )
 from tl_posdisent.cli.output import answering, check_out, grid, number, save, show
 from tl_posdisent.utils.errors import naming
 
-_TEXTS = 6
 _SHOWN = 12
 
 
@@ -40,9 +39,7 @@ def head(
     device: Device = None,
     dtype: Dtype = "float32",
     length: Length = None,
-    texts: Annotated[
-        int, Option(min=2, max=MOST, help="Number of consecutive parts of the text, over which errors are computed.")
-    ] = _TEXTS,
+    texts: Texts = None,
     control: Control = 1,
     seed: Seed = 0,
     progress: Progress = True,

@@ -50,6 +50,9 @@ def cut_text(model: Any, text: str, *, length: int | None = None, texts: int | N
     """
     if not isinstance(text, str):
         raise ArgumentError("text", f"must be a string, got {shown(text)}")
+    for name, number in {"length": length, "texts": texts}.items():
+        if number is not None:
+            check_integer(name, number, 1)
     ids, begin = text_ids(model, text)[0], text_ids(model, "").flatten()
     begin = begin.to(ids)
     body = ids[len(begin) :]
@@ -59,10 +62,10 @@ def cut_text(model: Any, text: str, *, length: int | None = None, texts: int | N
         of_fewest = len(body) // (texts or _FEWEST) + len(begin)
         length = min(LENGTH, max(of_fewest, _SHORTEST if texts is None else 2), len(ids))
         length = min(length, getattr(model.cfg, "n_ctx", None) or length)
-    step = check_integer("length", length, 1) - len(begin)
+    step = length - len(begin)
     if step < 1:
         raise ArgumentError("length", f"must exceed the {len(begin)} tokens with which each text begins, got {length}")
-    count = max(1, min(MOST, len(body) // step)) if texts is None else check_integer("texts", texts, 1)
+    count = max(1, min(MOST, len(body) // step)) if texts is None else texts
     if count * step > len(body):
         raise ArgumentError(
             "text",
