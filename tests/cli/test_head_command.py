@@ -72,7 +72,9 @@ def test_what_changed_in_another_model(head: str, scaled: Path, tmp_path: Path) 
     one: dict[str, Any] = {"heads": [head], "exact": "all"} if head else {}
     found = compare_heads(load_demo_model(), after, tokens, **one, progress=False)
     out = tmp_path / "changes.csv"
-    said = run_command(f"head {head} --after {scaled} --length 48 --texts 6 --no-progress", "--out", out).stdout.splitlines()
+    said = run_command(
+        f"head {head} --after {scaled} --length 48 --texts 6 --no-progress", "--out", out
+    ).stdout.splitlines()
     assert said[0] == found.attrs["statement"]
     row = found.loc[found["contribution_change"].abs().idxmax()]
     shown = said[4].split()
