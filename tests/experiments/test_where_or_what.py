@@ -23,7 +23,7 @@ from tl_posdisent import (
     remap_distance,
     where_or_what,
 )
-from tl_posdisent.hooks import applied, fitted_attention, substitute_attention
+from tl_posdisent.hooks import applied, substitute_attention
 
 FITTED, MEASURED = zoo.random_tokens(12, 4, seed=1), zoo.random_tokens(11, 3, seed=2)
 LENGTHS = (9, 12, 7, 12, 10)
@@ -93,7 +93,7 @@ def plain_row(model: Any, fitted: Any, texts: list[Tensor], layer: int, head: in
     """Return one row of the table by one run for each replacement and text; the constants are chosen by loops."""
     one: dict[str, Any] = {"layers": layer, "heads": [head]}
     mean = mean_output(model, fitted, layer, head)
-    distance = fitted_attention(model, fitted, "distance+sink", **one)
+    distance = substitute_attention(model, "distance+sink", fitted_to=fitted, **one)
     uniform = substitute_attention(model, "uniform", **one)
     constants = [remap_distance(model, partial(own_apart, d), **one) for d in (1, 5, 32)]
     replaced = (mean, distance, uniform, gate(layer, head), *constants)
@@ -279,7 +279,7 @@ def test_groups_are_replaced_together(shared_model: Any) -> None:
     for name, heads in (("two", [(0, 1), (1, 6)]), ("layer", [(0, 2), (0, 3)])):
         hooks = {
             "mean": [hook for head in heads for hook in mean_output(model, FITTED, *head)],
-            "kept_distance": fitted_attention(model, FITTED, "distance+sink", heads=heads),
+            "kept_distance": substitute_attention(model, "distance+sink", fitted_to=FITTED, heads=heads),
             "kept_uniform": substitute_attention(model, "uniform", heads=heads),
             "gate": [hook for head in heads for hook in gate(*head)],
         }

@@ -16,8 +16,8 @@ from tl_posdisent.hooks import (
     applied,
     substitute_attention,
 )
-from tl_posdisent.hooks.fitted_attention import fit_layers
 from tl_posdisent.hooks.hook_list import any_heads
+from tl_posdisent.hooks.substitute_attention import fit_layers
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tl_posdisent import dummy_distance, remap_distance
 from tl_posdisent.experiments import where_or_what
-from tl_posdisent.hooks import fitted_attention, substitute_attention
+from tl_posdisent.hooks import substitute_attention
 from tl_posdisent.hooks.hook_list import Hooks
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -111,7 +111,7 @@ def interventions(model: Any, head: str, reference: Tensor) -> dict[str, list[Ho
     others = [torch.full((n, n), float(d)).fill_diagonal_(0) for d in (1, 5, 32)]
     return {
         "mean": [mean_output(model, chosen[0][1], reference)],
-        "distance": [fitted_attention(model, reference, "distance+sink", heads=chosen)],
+        "distance": [substitute_attention(model, "distance+sink", fitted_to=reference, heads=chosen)],
         "content": [remap_distance(model, distances, heads=chosen) for distances in others],
         "one distance": [dummy_distance(model, d, heads=chosen) for d in (1, 5, 32)],
         "uniform": [substitute_attention(model, "uniform", heads=chosen)],

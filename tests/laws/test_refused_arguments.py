@@ -165,7 +165,7 @@ NOT_YET = words_of(
 WITHOUT_KIND = words_of(
     """
     after answer before body changed client command context
-    downstream draw heldout in_range model models notes
+    downstream draw fitted_to heldout in_range model models notes
     on_step perturb profiles progress queries query signed source_positions sufficient
     wrong
     """

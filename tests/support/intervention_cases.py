@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tl_posdisent import capture, hooks
-from tl_posdisent.hooks.fitted_attention import Stored, fit_layers, stored_hooks
 from tl_posdisent.hooks.hook_list import Hooks, any_heads
 from tl_posdisent.hooks.patch import score_hooks
+from tl_posdisent.hooks.substitute_attention import Stored, fit_layers, stored_hooks
 from tl_posdisent.models.running.forward_pass import Hook
 from tl_posdisent.models.running.texts import read_texts
 

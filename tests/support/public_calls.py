@@ -116,7 +116,6 @@ OWN: dict[str, dict[str, Any]] = {
     "dynamics": {"models": {0: synthetic()}},
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},
-    "fitted_attention": {"by": "distance"},
     "head_drops": {"tokens": SAMPLES, "labels": LABELS},
     "knock_out": {"keys": [1], "queries": [5, 6]},
     "limit_frequencies": {"high": 0.5},

@@ -1,6 +1,5 @@
 from .ablate import ablate_heads as ablate_heads
 from .applied import applied as applied
-from .fitted_attention import fitted_attention as fitted_attention
 from .frequencies import limit_frequencies as limit_frequencies
 from .knock_out import knock_out as knock_out
 from .lambda_mask import lambda_mask as lambda_mask
@@ -11,5 +10,5 @@ from .positions import position_interpolation as position_interpolation
 from .positions import remap_distance as remap_distance
 from .positions import swap_positions as swap_positions
 from .score_components import drop_component as drop_component
-from .substitute import substitute_additive as substitute_additive
-from .substitute import substitute_attention as substitute_attention
+from .substitute_additive import substitute_additive as substitute_additive
+from .substitute_attention import substitute_attention as substitute_attention

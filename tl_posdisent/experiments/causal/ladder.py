@@ -29,9 +29,8 @@ from tl_posdisent.experiments.measuring.part_runs import Head, HooksOf
 from tl_posdisent.experiments.measuring.run_changes import Compare, run_changes
 from tl_posdisent.experiments.measuring.token_losses import by_token, predicted
 from tl_posdisent.hooks.ablate import ablate_heads
-from tl_posdisent.hooks.fitted_attention import fit_layers, stored_hooks
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, pairs_of
-from tl_posdisent.hooks.substitute import rung_hooks
+from tl_posdisent.hooks.substitute_attention import fit_layers, rung_hooks, stored_hooks
 from tl_posdisent.models.reading.model_reading import Layers, ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.model_parts import dtype_of

@@ -15,10 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tl_posdisent.hooks.ablate import StandIn, stand_in
 from tl_posdisent.hooks.edit import NewResult, NewScores, View
-from tl_posdisent.hooks.fitted_attention import fitted_attention
 from tl_posdisent.hooks.hook_list import Chosen, Hooks, hooks_for, pairs_of
 from tl_posdisent.hooks.positions import remap_distance
-from tl_posdisent.hooks.substitute import substitute_attention
+from tl_posdisent.hooks.substitute_attention import substitute_attention
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.running.texts import Texts, TokenIds, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
@@ -121,7 +120,7 @@ def replacements(reading: ModelReading, fitted: Texts, chosen: Chosen) -> dict[s
     mean = stand_in(model, [spec.layer for spec, _ in chosen], "mean", fitted, seed=0)
     return {
         MEAN: hooks_for(chosen, "mean output", z=NewResult(partial(_after_first, replace=mean))),
-        DISTANCE: fitted_attention(reading, fitted, "distance+sink", heads=heads),
+        DISTANCE: substitute_attention(reading, "distance+sink", fitted_to=fitted, heads=heads),
         UNIFORM: substitute_attention(reading, "uniform", heads=heads),
         GATE: hooks_for(chosen, GATE, scores=NewScores(_gate)),
         **{content_alone(d): remap_distance(reading, partial(_others_at, d), heads=heads) for d in CONSTANTS},

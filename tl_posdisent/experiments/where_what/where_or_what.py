@@ -54,7 +54,7 @@ def where_or_what(
     the share of the contribution that they keep:
 
     * *distances alone*, p: attention that depends on the distance and the first token only, the nearest to the head's
-      own in divergence (``fitted_attention``, ``"distance+sink"``);
+      own in divergence (``substitute_attention``, ``"distance+sink"``, fitted to other texts);
     * *content alone*, c: every key but the query's own at one distance, the best of 1, 5 and 32 (``remap_distance``);
     * *neither*, u: uniform attention.
 

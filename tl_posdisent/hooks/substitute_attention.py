@@ -1,4 +1,4 @@
-"""Attention of heads fitted to some texts, put in place of their attention on other texts."""
+"""Replace the attention of heads by additive attention, fitted to the running text or to given texts."""
 
 from __future__ import annotations
 
@@ -12,74 +12,142 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from tl_posdisent.additive.attention.result import AttentionFit
-from tl_posdisent.additive.attention.rungs import PER_HEAD, Rung, fit_rung, rung_logits, seen_keys
+from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, Rung, fit_rung, rung_logits, seen_keys
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.edit import NewScores, View
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, any_heads, hooks_for, joined
 from tl_posdisent.hooks.score_components import fewest_masks
-from tl_posdisent.hooks.substitute import sink_level
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Tokens, read_texts
+from tl_posdisent.utils.errors import naming
 from tl_posdisent.utils.validation import check_choice, listed
+from tl_posdisent.utils.words import plural
 
 FittedRung = Literal["distance", "distance+sink", "static"]
 
 
-def fitted_attention(
+def substitute_attention(
     model: Any,
-    tokens: Tokens,
-    by: FittedRung = "static",
+    by: Rung,
     *,
-    attention_mask: Tensor | None = None,
+    fitted_to: Tokens | None = None,
     layers: Layers = None,
     heads: Heads = None,
 ) -> Hooks:
-    """Replace the attention of heads by attention that does not depend on the query, fitted to given texts.
+    """Replace the attention of heads by the best additive attention of a given freedom.
 
-    Each head's pattern on ``tokens`` is fitted by minimum Kullback-Leibler divergence (``fit_attention``), in the
-    unmodified model. The result applies to other texts, as long as they are no longer than these:
+    ``by`` names a rung. Each head's pattern is fitted by minimum Kullback-Leibler divergence (``fit_attention``): in
+    every forward pass, separately for each text; or, with ``fitted_to``, once, to these texts in the unmodified model,
+    and the result replaces the attention in other texts. The pattern that is fitted is ``0.999 * pattern +
+    0.001 * uniform``: with that pseudo-count of uniform attention, coefficients stay finite where a key or a distance
+    gets no attention.
 
-    * ``"distance"``: ``softmax(d[i - j])``;
-    * ``"distance+sink"``: adds a term for the first token;
-    * ``"static"``: adds ``u · k_j``, linear in the head's key vectors before rotation.
+    * ``"uniform"``: equal weight on all keys; ``"first_token"``: all weight on the first token, or uniform where a
+      window hides it;
+    * ``"distance"``: ``softmax(d[i - j])``; ``"distance+sink"``: adds a term for the first token;
+    * ``"static"``: adds ``u · k_j``, linear in the head's key vectors before rotation;
+    * ``"additive"``: ``softmax(d[i - j] + k[j])``, with a free importance for each key;
+    * ``"untouched"``: the scores as they are, bit for bit.
 
-    ``substitute_attention`` fits the running text instead.
+    A learned sink (GPT-OSS) is fitted like a key: summed over queries, it keeps its attention, and its share no longer
+    depends on the query. Distances are those of the tokens, also under position interventions.
 
     Args:
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
-        tokens: texts to fit, as in ``head_ablation``; for ``"static"``, at least four keys per coordinate of a key
-            vector (a warning says so).
-        by: what the fitted attention depends on.
-        attention_mask: for padded ids.
+        by: name of the rung; with ``fitted_to``, ``"distance"``, ``"distance+sink"`` or ``"static"``.
+        fitted_to: texts, as in ``head_ablation``, no shorter than those that are run; for ``"static"``, at least four
+            keys per coordinate of a key vector (a warning says so).
         layers, heads: query heads of layers, default all.
 
     Returns:
-        ``Hooks``, as those of ``substitute_attention``.
+        ``Hooks``, which add to interventions on the rotation (except for ``"uniform"`` and ``"first_token"``) and to
+        hidden keys, but not to other edits of a head's scores.
 
     Raises:
-        ValueError: another ``by``; invalid tokens; what ``drop_component`` refuses. While running: a text with
-            distances that do not occur in ``tokens``.
+        ValueError: an unknown rung, or one that cannot be fitted to other texts; invalid texts; what ``drop_component``
+            refuses. While running: a text with distances that do not occur in ``fitted_to``.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
-        >>> from tl_posdisent.hooks import fitted_attention, substitute_attention
-        >>> model, tokens = load_demo_model(), demo_tokens(length=512).view(4, 128)
-        >>> hooks = fitted_attention(model, tokens[:3], "static", layers=1)
-        >>> hooks
-        fitted_attention(static) on 1 layer × 8 heads
+        >>> from tl_posdisent.hooks import substitute_attention
+        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
         >>> def loss(hooks):
-        ...     return model.run_with_hooks(tokens[3:], return_type="loss", fwd_hooks=hooks).item()
-        >>> loss(hooks) < loss(substitute_attention(model, "uniform", layers=1))
+        ...     return model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks).item()
+        >>> uniform, additive = (loss(substitute_attention(model, rung)) for rung in ("uniform", "additive"))
+        >>> loss([]) < additive < uniform
         True
+        >>> others = demo_tokens(length=448)[:, 64:].view(6, 64)
+        >>> substitute_attention(model, "static", fitted_to=others, layers=1)
+        substitute_attention(static, fitted_to=6 texts) on 1 layer × 8 heads
     """
-    check_choice("by", by, get_args(FittedRung))
-    layers = listed("layers", layers)
-    reading = read_model(model)
-    chosen, texts = any_heads(reading, layers, heads), read_texts(reading.model, tokens, attention_mask)
+    check_choice("by", by, RUNGS if fitted_to is None else get_args(FittedRung))
+    if fitted_to is None:
+        return rung_hooks(any_heads(model, layers, heads), by)
+    layers, reading = listed("layers", layers), read_model(model)
+    with naming(tokens="fitted_to"):
+        texts = read_texts(reading.model, fitted_to)
+    chosen = any_heads(reading, layers, heads)
     stored = fit_layers(reading.model, [group.tokens for group in texts.groups], chosen, by, in_turn=False)
-    return stored_hooks(chosen, stored, f"fitted_attention({by})")
+    n_texts = plural(len(texts.tokens), "text")
+    return stored_hooks(chosen, stored, f"substitute_attention({by}, fitted_to={n_texts})")
+
+
+def rung_hooks(chosen: Chosen, rung: Rung) -> Hooks:
+    """Return hooks that fit a rung to the running attention of these heads."""
+    of_nothing = rung in ("uniform", "first_token")
+    new = NewScores(partial(_rung, rung=rung), vectors=rung == "static", replaces=of_nothing)
+    return hooks_for(chosen, f"substitute_attention({rung})", scores=new)
+
+
+def _rung(view: View, rung: Rung) -> Tensor:
+    scores, inside = view.scores, fewest_masks(view.inside)
+    if rung == "untouched":
+        return scores
+    keys = view.vectors[1] if rung == "static" else None
+    logits = rung_logits(rung, scores, inside, keys)
+    if view.spec.sinks is None:
+        return logits
+    return logits + sink_level(view.spec.sinks[list(view.heads)], scores, logits, view.inside)
+
+
+_HALVINGS = 60
+_FARTHEST = 50.0  # nats: a sink's share is then 0 or 1 up to rounding
+
+
+@torch.no_grad()
+def sink_level(
+    sinks: Float[Tensor, " head"],
+    scores: Float[Tensor, "text head query key"],
+    logits: Float[Tensor, "text head query key"],
+    inside: Bool[Tensor, "*lead query key"],
+    *,
+    pool: bool = False,
+) -> Float64[Tensor, "text_or_one head 1 1"]:
+    """Find the constant of each head by which logits are raised so that its learned sink keeps its total attention.
+
+    A sink competes with all keys of a query, but for a softmax of logits their level is arbitrary. With this one the
+    sink is a key of attention that does not depend on the query: summed over queries (and ``pool``, texts) its share is
+    that under the scores, which is where the divergence from the data is least.
+
+    Args:
+        sinks: logits of the sinks of these heads.
+        scores: the head's own.
+        logits: what replaces them.
+        inside: where a query sees a key.
+    """
+    seen = inside.any(-1).expand(scores.shape[:-1])
+    own, new = (x.double().masked_fill(~inside, -torch.inf).logsumexp(-1) for x in (scores, logits))
+    excess, axes = sinks.double()[:, None] - new, (0, 2) if pool else (2,)
+    target = torch.where(seen, torch.sigmoid(sinks.double()[:, None] - own), 0.0).sum(axes, keepdim=True)
+    low = torch.where(seen, excess, torch.inf).amin(axes, keepdim=True) - _FARTHEST
+    high = torch.where(seen, excess, -torch.inf).amax(axes, keepdim=True) + _FARTHEST
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        above = torch.where(seen, torch.sigmoid(excess - middle), 0.0).sum(axes, keepdim=True) > target
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return ((low + high) / 2)[..., None]
 
 
 def _put_in_hooks(

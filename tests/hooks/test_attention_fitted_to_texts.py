@@ -10,7 +10,7 @@ from support import zoo
 from support.tolerance import rounding
 
 from tl_posdisent import attention_ladder, capture, fit_attention
-from tl_posdisent.hooks import applied, fitted_attention, substitute_attention
+from tl_posdisent.hooks import applied, substitute_attention
 
 TOKENS = zoo.random_tokens(length=12, batch=5)
 FEW = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:a static head's direction")
 @pytest.mark.parametrize("by", ["distance", "distance+sink", "static"])
 def test_the_loss_is_that_of_the_ladder(kind: str, name: str, by: Any, shared_model: Any) -> None:
     model = shared_model(kind, name)
-    hooks = fitted_attention(model, TOKENS[:3], by, layers=1)
+    hooks = substitute_attention(model, by, fitted_to=TOKENS[:3], layers=1)
     table = attention_ladder(
         model, TOKENS[:3], heldout=TOKENS[3:], layers=1, unit="layer", rungs=[by], controls=[], progress=False
     ).set_index("rung")
@@ -36,7 +36,7 @@ def test_the_loss_is_that_of_the_ladder(kind: str, name: str, by: Any, shared_mo
 def test_the_pattern_is_that_of_the_fit(kind: str, name: str, shared_model: Any) -> None:
     """All heads of both layers, each fitted in the unmodified model."""
     model, seen = shared_model(kind, name), list[torch.Tensor]()
-    hooks = fitted_attention(model, TOKENS[:3], "distance+sink")
+    hooks = substitute_attention(model, "distance+sink", fitted_to=TOKENS[:3])
     listen = ("blocks.1.attn.hook_pattern", lambda x, hook: seen.append(x.detach()))
     with torch.no_grad(), model.hooks(fwd_hooks=[*hooks, listen]):
         model(TOKENS[3:])
@@ -53,12 +53,13 @@ def test_one_text_at_a_time_and_together_are_the_same_fit(shared_model: Any) -> 
     mask = torch.nn.functional.pad(torch.ones_like(TOKENS[:3]), (0, 4))
     longer = torch.cat([padded, zoo.random_tokens(length=16, batch=1)])
     outputs = []
-    for tokens, given in ((TOKENS[:3], None), (padded, mask)):
-        with torch.no_grad(), applied(model, fitted_attention(model, tokens, "static", attention_mask=given)):
+    for texts in (TOKENS[:3], {"input_ids": padded, "attention_mask": mask}):
+        with torch.no_grad(), applied(model, substitute_attention(model, "static", fitted_to=texts)):
             outputs.append(model(TOKENS[3:]))
     torch.testing.assert_close(outputs[0], outputs[1])
     full = torch.cat([mask, torch.ones(1, 16, dtype=mask.dtype)])
-    with torch.no_grad(), applied(model, fitted_attention(model, longer, "static", attention_mask=full)):
+    unequal = {"input_ids": longer, "attention_mask": full}
+    with torch.no_grad(), applied(model, substitute_attention(model, "static", fitted_to=unequal)):
         assert (model(TOKENS[3:]) - outputs[0]).abs().max() > 1e-3
 
 
@@ -66,8 +67,8 @@ def test_one_text_at_a_time_and_together_are_the_same_fit(shared_model: Any) -> 
 def test_refusals(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     with pytest.raises(ValueError, match="by must be 'distance', 'distance\\+sink' or 'static', got 'additive'"):
-        fitted_attention(model, TOKENS, "additive")  # type: ignore[arg-type]
-    hooks = fitted_attention(model, TOKENS[:, :8], "distance")
+        substitute_attention(model, "additive", fitted_to=TOKENS)
+    hooks = substitute_attention(model, "distance", fitted_to=TOKENS[:, :8])
     with pytest.raises(ValueError, match="distance"), applied(model, hooks):
         model(TOKENS)
 
@@ -84,9 +85,9 @@ def test_a_learned_sink_keeps_its_attention_but_not_by_query(by: str, shared_mod
 
     own = shares([])
     fitted = by != "uniform"
-    new = shares(fitted_attention(model, tokens, by, layers=1) if fitted else substitute_attention(model, by, layers=1))
+    new = shares(substitute_attention(model, by, fitted_to=tokens if fitted else None, layers=1))
     assert own.std(0).max() > 0.05
-    summed = (0, 2) if fitted else 2  # substitute_attention fits each text
+    summed = (0, 2) if fitted else 2  # else each text is fitted
     torch.testing.assert_close(new.sum(summed), own.sum(summed), rtol=1e-5, atol=1e-5)
     if fitted:
         assert new.std(0).max() < 1e-6
