@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import sys
 from functools import partial
@@ -11,10 +12,13 @@ from typing import Any
 
 from tl_posdisent.cli.output import note
 from tl_posdisent.cli.threads import limit_threads
-from tl_posdisent.utils.errors import ArgumentError, naming
+from tl_posdisent.utils.errors import ArgumentError, brief, naming
 from tl_posdisent.utils.files import decode_text, found_at
+from tl_posdisent.utils.labels import from_label
+from tl_posdisent.utils.words import did_you_mean
 
 _MOST_BYTES = 100_000_000  # of a text, which is tokenized whole
+PACKAGED = ("demo", "smollm2", "gemma3-270m")
 _RANGE = re.compile(r"(\d{1,4})-(\d{1,4})")
 
 
@@ -36,15 +40,45 @@ def numbers_or_words(text: str | None) -> Any:
     return text if values == [text] else values
 
 
-def number_or_word(text: str) -> Any:
-    """Convert a text to a number if it is one; any other word is for the function that takes it.
+def read_layers(text: str | None) -> Any:
+    """Split ``--layers`` into numbers, or leave ``global`` or ``local``; other words are refused before loading.
 
-    >>> number_or_word("0.02"), number_or_word("config")
+    >>> read_layers("0,2-3"), read_layers("global"), read_layers(None)
+    ([0, 2, 3], 'global', None)
+    """
+    layers = numbers_or_words(text)
+    words = [x for x in layers if isinstance(x, str)] if isinstance(layers, list) else [layers]
+    if wrong := [x for x in words if x not in (None, "global", "local")]:
+        raise ArgumentError("layers", f"must be integers, such as 0,3-5, or global or local, got {brief(wrong[0])}")
+    return layers
+
+
+def read_heads(text: str | None) -> Any:
+    """Split ``--heads`` into numbers and labels; what is neither is refused before a model is loaded.
+
+    >>> read_heads("L4H2,L0H5"), read_heads("0,2-3"), read_heads(None)
+    (['L4H2', 'L0H5'], [0, 2, 3], None)
+    """
+    heads = numbers_or_words(text)
+    for head in heads if isinstance(heads, list) else [heads]:
+        from_label(head)
+    return heads
+
+
+def read_std(text: str) -> Any:
+    """Convert ``--std`` to a number above 0, or leave ``config``.
+
+    >>> read_std("0.02"), read_std("config")
     (0.02, 'config')
     """
+    if text == "config":
+        return text
+    number: Any = text
     with contextlib.suppress(ValueError):
-        return float(text)
-    return text
+        number = float(text)
+    if isinstance(number, str) or not 0 < number < math.inf:
+        raise ArgumentError("std", f"must be a finite number above 0, or config, got {number!r}")
+    return number
 
 
 def load_and_read(model: str, text: Path | None, backend: str, device: str | None, dtype: str) -> tuple[Any, str]:
@@ -52,11 +86,18 @@ def load_and_read(model: str, text: Path | None, backend: str, device: str | Non
 
     The packaged text is the default; a note says so for models other than the demo model.
     """
+    check_name("model", model)
     words = read_text(text)
     loaded = load(model, backend, device, dtype)
     if text is None and model != "demo":
         note("text: the demo text; --text names another")
     return loaded, words
+
+
+def check_name(option: str, model: str) -> None:
+    """Refuse a name that is nearly that of a packaged model: looking for it elsewhere takes long."""
+    if model not in PACKAGED and found_at(model) is None and (near := did_you_mean(model, PACKAGED)):
+        raise ArgumentError(option, f"cannot be {brief(model)}{near}")
 
 
 def load(model: str, backend: str, device: str | None, dtype: str) -> Any:

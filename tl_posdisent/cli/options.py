@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from typer import Option
 
+from tl_posdisent.cli.inputs import PACKAGED
 from tl_posdisent.cli.output import QUIET
 
 MOST = 1_000_000  # of any number of things: a larger one is a mistake, and would fill the memory
@@ -25,7 +26,7 @@ Model = Annotated[
     Option(
         metavar="demo|NAME|PATH",
         help="A name such as smollm2 or EleutherAI/pythia-70m, or a directory.",
-        autocompletion=lambda: ["demo", "smollm2", "gemma3-270m"],  # shells complete paths themselves
+        autocompletion=lambda: list(PACKAGED),  # shells complete paths themselves
     ),
 ]
 TextFile = Annotated[

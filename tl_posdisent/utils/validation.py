@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import fields
 from numbers import Real
@@ -16,6 +15,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError, brief
+from tl_posdisent.utils.labels import from_label
 from tl_posdisent.utils.words import did_you_mean
 
 Numbers = Sequence[int | float] | Tensor  # also a range
@@ -328,7 +328,7 @@ def check_heads(
             "heads", f'must be integers, pairs (layer, head) or labels such as "L16H0", got {shown(heads)}'
         )
     given = list(entries)
-    entries = [_from_label(x) for x in given]
+    entries = [from_label(x) for x in given]
     if not any(_is_pair(x) for x in entries):
         return {layer: check_indices("heads", entries, n_heads) for layer in in_each}
     by_layer: dict[int, list[int]] = {}
@@ -362,16 +362,6 @@ def refuse_pair(heads: Any) -> None:
             f"must not be a tuple of two integers, got ({layer}, {head}): write [({layer}, {head})] for head {head} of "
             f"layer {layer}, or [{layer}, {head}] for heads {layer} and {head} of each chosen layer",
         )
-
-
-def _from_label(x: Any) -> Any:
-    """Convert ``"L16H0"`` to ``(16, 0)``; return anything except a string unchanged."""
-    if not isinstance(x, str):
-        return x
-    label = re.fullmatch(r"L(\d+)H(\d+)", x)
-    if label is None:
-        raise ArgumentError("heads", f'given as text must be labels such as "L16H0", got {shown(x)}')
-    return int(label[1]), int(label[2])
 
 
 def _is_pair(x: Any) -> bool:

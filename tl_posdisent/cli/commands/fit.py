@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from tl_posdisent.cli.inputs import load_and_read, number_or_word, numbers_or_words, title_of
+from tl_posdisent.cli.inputs import load_and_read, read_heads, read_layers, read_std, title_of
 from tl_posdisent.cli.options import (
     Backend,
     Control,
@@ -67,17 +67,14 @@ def fit(
     """
     with answering():
         check_out(out)
-        chosen_layers, chosen_heads, scale = numbers_or_words(layers), numbers_or_words(heads), number_or_word(std)
+        chosen_layers, chosen_heads, scale = read_layers(layers), read_heads(heads), read_std(std)
+        loaded, words = load_and_read(model, text, backend, device, dtype)
         from tl_posdisent.experiments.attention_scores.additivity import additivity
         from tl_posdisent.experiments.measuring.random_copies import beside_random
         from tl_posdisent.models.loading.random_init import initial_scale
         from tl_posdisent.models.reading.model_reading import read_model
         from tl_posdisent.models.running.cut_text import cut_text
-        from tl_posdisent.utils.validation import check_number
 
-        if scale != "config":
-            check_number("std", scale, above=0)  # also without random weights
-        loaded, words = load_and_read(model, text, backend, device, dtype)
         tokens = cut_text(loaded, words, length=length, texts=texts)
 
         def measure(m: Any) -> Any:

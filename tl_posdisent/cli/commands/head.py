@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from tl_posdisent.cli.inputs import load, load_and_read
+from tl_posdisent.cli.inputs import check_name, load, load_and_read
 from tl_posdisent.cli.options import (
     Backend,
     Control,
@@ -22,6 +22,7 @@ from tl_posdisent.cli.options import (
 )
 from tl_posdisent.cli.output import answering, check_out, grid, number, save, show
 from tl_posdisent.utils.errors import naming
+from tl_posdisent.utils.labels import from_label
 
 _SHOWN = 12
 
@@ -71,9 +72,13 @@ def head(
     """
     with answering():
         check_out(out)
+        with naming(heads="head"):
+            from_label(name)
+        if after is not None:
+            check_name("after", after)
+        loaded, words = load_and_read(model, text, backend, device, dtype)
         from tl_posdisent.models.running.cut_text import cut_text
 
-        loaded, words = load_and_read(model, text, backend, device, dtype)
         tokens = cut_text(loaded, words, length=length, texts=texts)
         if after is not None:
             with naming(model="after"):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from tl_posdisent.cli.inputs import load_and_read, numbers_or_words
+from tl_posdisent.cli.inputs import load_and_read, read_heads, read_layers
 from tl_posdisent.cli.options import (
     Backend,
     Control,
@@ -64,7 +64,7 @@ def report(
     """
     with answering():
         check_out(out, (".html",))
-        chosen_layers, chosen_heads = numbers_or_words(layers), numbers_or_words(heads)
+        chosen_layers, chosen_heads = read_layers(layers), read_heads(heads)
         sections: Any = _sections(section)
         loaded, words = load_and_read(model, text, backend, device, dtype)
         from tl_posdisent.models.running.cut_text import cut_text
