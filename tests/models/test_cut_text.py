@@ -8,13 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from tl_posdisent import cut_text, demo_text, load_demo_model
+from tl_posdisent.demo import demo_tokenizer
+from tl_posdisent.demo.demo_model import demo_hf_model
+from tl_posdisent.models.loading.load import bridge_from_hf
 from tl_posdisent.models.running.texts import text_ids
 
 MODELS = {"bridge": load_demo_model(backend="bridge"), "without BOS": load_demo_model(backend="bridge")}
 MODELS["without BOS"].cfg.default_prepend_bos = False
 WORDS = demo_text()[:9000]
+BEGINS = {"begin": True, "both": True, "end": False, "nothing": False}
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -56,3 +61,32 @@ def test_parts_follow_each_other(kind: str, n: int, length: int | None, texts: i
 def test_what_cannot_be_cut(text: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cut_text(MODELS["bridge"], text, **options)
+
+
+@pytest.mark.parametrize("adds", BEGINS)
+@pytest.mark.parametrize("written", [False, True])
+def test_tokens_that_a_tokenizer_adds(adds: str, written: bool) -> None:
+    """Its BOS begins each part; its EOS is in none, and no token of the text is taken for either."""
+    tokenizer = demo_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"} | {"pad_token": "<s>"})
+    begin, end = tokenizer.convert_tokens_to_ids(["<s>", tokenizer.eos_token])
+    single = {"begin": "<s> $A", "both": f"<s> $A {tokenizer.eos_token}", "end": f"$A {tokenizer.eos_token}"}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=single.get(adds, "$A"), special_tokens=[("<s>", begin), (tokenizer.eos_token, end)]
+    )
+    words = tokenizer(WORDS[:2000], add_special_tokens=False).input_ids
+    model = bridge_from_hf(with_room_for(len(tokenizer)), tokenizer=tokenizer)
+    for prepend in (BEGINS[adds], True):
+        model.cfg.default_prepend_bos = prepend
+        parts = cut_text(model, "<s>" * (written and prepend) + WORDS[:2000], length=30)
+        first = int(prepend)
+        assert (parts[:, :first] == begin).all()
+        assert parts[:, first:].flatten().tolist() == words[: len(parts) * (30 - first)]
+        short = cut_text(model, "<s>" * (written and prepend) + WORDS[:9])
+        assert short[0, first:].tolist() == tokenizer(WORDS[:9], add_special_tokens=False).input_ids
+
+
+def with_room_for(n: int) -> Any:
+    model = demo_hf_model()
+    model.resize_token_embeddings(max(n, model.config.vocab_size), mean_resizing=False)
+    return model

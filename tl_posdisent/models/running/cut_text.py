@@ -23,8 +23,8 @@ _SHORTEST: Final = 64  # tokens, below which fewer parts are better: few keys ca
 def cut_text(model: Any, text: str, *, length: int | None = None, texts: int | None = None) -> Int[Tensor, "text pos"]:
     """Cut a text into consecutive parts of equal length, such as ``where_or_what`` and other functions need.
 
-    Each part begins with the model's BOS token, if its texts do. The rest of the text is not read. The command line and
-    ``report`` cut a text in the same way.
+    Each part begins with the model's BOS token, if its texts do; none ends with an EOS token that the tokenizer adds.
+    The rest of the text is not read. The command line and ``report`` cut a text in the same way.
 
     Args:
         model: a model with a tokenizer.
@@ -53,14 +53,12 @@ def cut_text(model: Any, text: str, *, length: int | None = None, texts: int | N
     for name, number in {"length": length, "texts": texts}.items():
         if number is not None:
             check_integer(name, number, 1)
-    ids, begin = text_ids(model, text)[0], text_ids(model, "").flatten()
-    begin = begin.to(ids)
-    body = ids[len(begin) :]
+    begin, body = _begin_and_body(model, text)
     if not len(body):
         raise ArgumentError("text", "must have tokens, got an empty text")
     if length is None:
         of_fewest = len(body) // (texts or _FEWEST) + len(begin)
-        length = min(LENGTH, max(of_fewest, _SHORTEST if texts is None else 2), len(ids))
+        length = min(LENGTH, max(of_fewest, _SHORTEST if texts is None else 2), len(begin) + len(body))
         length = min(length, getattr(model.cfg, "n_ctx", None) or length)
     step = length - len(begin)
     if step < 1:
@@ -74,3 +72,14 @@ def cut_text(model: Any, text: str, *, length: int | None = None, texts: int | N
         )
     parts = body[: count * step].view(count, step)
     return torch.cat([begin.expand(count, -1), parts], dim=1)
+
+
+def _begin_and_body(model: Any, text: str) -> tuple[Int[Tensor, " _begin"], Int[Tensor, " _pos"]]:
+    """Return the ids with which each text begins, and those of a text without them and without those at its end."""
+    ids = text_ids(model, text)[0]
+    added = text_ids(model, "").flatten().to(ids)  # at both ends
+    for n in range(len(added), -1, -1):
+        stop = len(ids) - len(added) + n
+        if ids[:n].equal(added[:n]) and ids[stop:].equal(added[n:]):
+            return added[:n], ids[n:stop]
+    return added[:0], ids
