@@ -18,6 +18,7 @@ from tl_posdisent.utils.errors import ArgumentError
 
 BEGIN = """
 from functools import lru_cache, partial, wraps
+from numpy import arange
 from pandas import DataFrame
 
 def times(factor, also=None):
@@ -76,6 +77,8 @@ OTHERS = {
     "other words of a set": "def job(n=1): return DataFrame({'a': [n in {'a', 'c'}]})",
     "error that is caught": "def job(n=1):\n    try: return DataFrame({'a': [n]})\n    except ValueError: raise",
     "calls itself": "def job(n=1): return DataFrame({'a': [n]}) if n else job(1)",
+    "array as default": "def job(n=arange(9000)): return DataFrame({'a': [1]})",
+    "another number in its middle": "def job(n=arange(9000) + (arange(9000) == 4500)): return DataFrame({'a': [1]})",
     "two names": "def job(n=1, m=1): return DataFrame({'a': [n]})",
 }
 
@@ -164,6 +167,40 @@ from tl_posdisent.sweeps.code_digest import code_digest
 names = {{}}
 exec({BEGIN.replace("from pandas import DataFrame", "")!r} + {OTHERS["words of a set"]!r}, names)
 print(code_digest(names["times"](object())(names["job"])))
+from beartype import beartype
+class Table: pass
+def checked(n: int = 1) -> Table: return n
+print(code_digest(beartype(checked)))
 """
     found = {run(sys.executable, "-c", code, env={"PYTHONHASHSEED": seed}).stdout for seed in ("1", "2", "3")}
     assert len(found) == 1
+
+
+GIVING = """
+def given(f):
+    @wraps(f)
+    def run(name, *, n):
+        return f(name, len(name), n)
+    return run
+
+@given
+def job(name, size, n): return DataFrame({'a': [size * n]})
+"""
+
+
+def test_a_decorator_may_take_other_arguments_than_its_function(tmp_path: Path) -> None:
+    """As one that loads a model by its name."""
+    call = partial(made(GIVING), "ab", n=3)
+    assert sweep({"one": call}, tmp_path, progress=False)["a"].tolist() == [6]
+    assert sweep({"one": call}, tmp_path, progress=False)["a"].tolist() == [6]
+    for bad in (partial(made(GIVING), "ab"), partial(made(GIVING), "ab", 3)):
+        with pytest.raises(ArgumentError, match="must be calls that can be made, got 'one'"):
+            sweep({"one": bad}, tmp_path, progress=False)
+
+
+def test_a_function_of_no_file_has_the_same_name_on_every_line(tmp_path: Path) -> None:
+    """IPython numbers its lines."""
+    for line in (1, 2):
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(BEGIN + SAME[0], f"<ipython-input-{line}-ab>", "exec"), names)
+        assert sweep({"one": names["job"]}, tmp_path, progress=False)["a"].tolist() == [1]

@@ -167,3 +167,17 @@ def test_a_table_that_shows_more_than_its_rows(tmp_path: Path) -> None:
     read = sweep({"a": verdicts}, tmp_path, progress=False)
     assert type(read) is pd.DataFrame
     check_equal(read, pd.DataFrame(verdicts()))
+
+
+def one_of(name: str) -> pd.DataFrame:
+    return {"rows": KEPT["small numbers"], "none": pd.DataFrame(), "names": pd.DataFrame({"b": [], "z": []})}[name]
+
+
+@pytest.mark.parametrize("empty", ["none", "names"])
+@pytest.mark.parametrize("last", [True, False])
+def test_a_table_without_rows_changes_no_types(empty: str, last: bool, tmp_path: Path) -> None:
+    names = ["rows", empty] if last else [empty, "rows"]
+    table = sweep({name: partial(one_of, name) for name in names}, tmp_path, progress=False)
+    assert table["job"].tolist() == ["rows", "rows"]
+    assert {*table} == {"job", *one_of("rows"), *one_of(empty)}
+    assert_frame_equal(table[["a", "b", "c"]], one_of("rows"))

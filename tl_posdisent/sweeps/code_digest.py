@@ -15,7 +15,8 @@ from pathlib import PurePath
 from types import CodeType, FunctionType, NoneType
 from typing import Any
 
-_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")  # of an object, which is another one in every process
+# Of an object, which is another one in every process; beartype writes it into names of parameters.
+_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+|(?<=__beartype_object_)\d+")
 _FIXED = (FunctionType, partial, NoneType, int, float, complex, str, bytes, PurePath, range, tuple, frozenset)
 
 
@@ -31,10 +32,28 @@ def code_digest(job: Any) -> str:
     >>> code_digest(double) == code_digest(partial(double, 4)), code_digest(double) == code_digest(treble)
     (True, False)
     """
-    function, given, named = (job.func, job.args, job.keywords) if isinstance(job, partial) else (job, (), {})
-    arguments = inspect.signature(function).bind(*given, **named).arguments  # in one order, however they are given
-    parts = [function, *_functions([*arguments.values()])]
+    parts = [called_function(job), *_functions([*call_arguments(job).values()])]
     return hashlib.sha256(_text(parts, set()).encode()).hexdigest()
+
+
+def called_function(job: Any) -> Any:
+    """Return the function of a job."""
+    return job.func if isinstance(job, partial) else job
+
+
+def call_arguments(job: Any) -> dict[str, Any]:
+    """Return the arguments of a job by name, in one order, however they are given; raise TypeError if it has others.
+
+    A decorator may take other arguments than the function that it wraps, whose signature it shows.
+    """
+    given, named = (job.args, job.keywords) if isinstance(job, partial) else ((), {})
+    try:
+        return inspect.signature(called_function(job)).bind(*given, **named).arguments
+    except TypeError as error:
+        try:
+            return inspect.signature(called_function(job), follow_wrapped=False).bind(*given, **named).arguments
+        except TypeError:
+            raise error from None
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
@@ -71,10 +90,13 @@ def _text(value: Any, seen: set[int]) -> str:
             return f"{type(value).__name__} of {sorted(_text(item, seen) for item in value)}"
         case _ if _is_cached(value):
             parts = [value.__wrapped__]
+        case _ if hasattr(value, "tolist") and not isinstance(value, type):  # an array: its repr leaves out most
+            parts = [str(getattr(value, "dtype", "")), value.tolist()]
         case _:
             return f"{type(value).__qualname__} {_ADDRESS.sub('', repr(value))!r}"
     seen.add(id(value))
-    return f"{type(value).__name__} of {[_text(part, seen) for part in parts]}"
+    content = "\n".join(_text(part, seen) for part in parts)
+    return f"{type(value).__name__} of {hashlib.sha256(content.encode()).hexdigest()}"  # of one length, however deep
 
 
 def _enclosed(function: FunctionType) -> list[Any]:

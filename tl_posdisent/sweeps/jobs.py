@@ -6,12 +6,12 @@ import inspect
 import re
 import unicodedata
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tl_posdisent.sweeps.code_digest import call_arguments, called_function
 from tl_posdisent.utils.errors import ArgumentError, brief
 
 Job = Callable[[], Any]
@@ -24,6 +24,7 @@ _LONGEST_NAME = 200  # bytes: a file's name may have 255, its ending included
 def describe_jobs(jobs: Any) -> dict[str, str]:
     """Return the text of each job's call by the job's name, or raise ArgumentError.
 
+    >>> from functools import partial
     >>> from tl_posdisent.demo import demo_tokens
     >>> describe_jobs({"short": partial(demo_tokens, length=16)})
     {'short': 'tl_posdisent.demo.demo_model.demo_tokens(length=16)'}
@@ -57,7 +58,7 @@ def _check_name(name: Any) -> None:
 
 def _describe_call(name: str, job: Any) -> str:
     """Return the call of a job as a text, with the arguments in the order of the function's signature."""
-    function, positional, named = (job.func, job.args, job.keywords) if isinstance(job, partial) else (job, (), {})
+    function = called_function(job)
     if not inspect.isfunction(function) or "<" in function.__qualname__:  # <lambda>, or a function's <locals>
         raise ArgumentError(
             "jobs",
@@ -65,8 +66,7 @@ def _describe_call(name: str, job: Any) -> str:
             f"can say what made it, got {brief(name)} with {brief(function)}: write partial(function, argument=value)",
         )
     try:
-        bound = inspect.signature(function).bind(*positional, **named)
-        arguments = ", ".join(f"{key}={_describe(value)}" for key, value in bound.arguments.items())
+        arguments = ", ".join(f"{key}={_describe(value)}" for key, value in call_arguments(job).items())
     except TypeError as error:
         raise ArgumentError("jobs", f"must be calls that can be made, got {brief(name)}: {error}") from error
     return f"{_function_name(function)}({arguments})"
@@ -74,8 +74,9 @@ def _describe_call(name: str, job: Any) -> str:
 
 def _function_name(function: Any) -> str:
     """Return the name of a function with its module, or with its file if that is a script."""
-    script = function.__module__ == "__main__"
-    return f"{Path(function.__code__.co_filename).stem if script else function.__module__}.{function.__qualname__}"
+    file = function.__code__.co_filename
+    script = function.__module__ == "__main__" and not file.startswith("<")  # a line of IPython, which has a number
+    return f"{Path(file).stem if script else function.__module__}.{function.__qualname__}"
 
 
 def _describe(value: Any) -> str:

@@ -156,7 +156,11 @@ def join_results(paths: Iterable[Path]) -> pd.DataFrame:
             raise _damaged(path, error) from error
         table.insert(0, "job", path.stem)
         tables.append(table)
-    return pd.concat(tables[1:] or tables, ignore_index=True)
+    tables = tables[1:] or tables
+    filled = [table for table in tables if len(table)] or tables  # one without rows would change types of the others
+    joined = pd.concat(filled, ignore_index=True)
+    names = dict.fromkeys(name for table in tables for name in table)
+    return joined if len(names) == joined.shape[1] else joined.reindex(columns=[*names])
 
 
 def read_results(out: str | Path) -> pd.DataFrame:

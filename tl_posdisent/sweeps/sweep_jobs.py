@@ -38,6 +38,7 @@ def sweep(jobs: Mapping[str, Job], out: str | Path, client: Any = None, *, progr
     Returns:
         The tables of the jobs, one below the other, in the order of ``jobs``; the first column is ``job``, the name.
         The index of a table becomes columns, unless it is unnamed and counts the rows from 0.
+        A table without rows adds only the names of its columns.
 
     Raises:
         ValueError: before a job runs: jobs, names or arguments other than these; a result in ``out`` that another call,
