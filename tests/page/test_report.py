@@ -389,10 +389,8 @@ def test_long_texts_are_cut_and_it_is_said(tmp_path: Path) -> None:
     options: dict[str, Any] = {"sections": ["additivity"], "layers": [4], "control": 0, "progress": False}
     document = Document(tp.report(model, text, tmp_path / "string.html", **options))
     given = model.to_tokens(text, truncate=False).shape[1]
-    length = (given - 1) // -(-(given - 1) // 255)  # stretches of at most 256, each behind <|endoftext|>
-    assert f"8 texts of {length + 1} tokens, of {given} tokens given" in document.text
-    rows = model.to_tokens(text, truncate=False)[0, 1 : 1 + 8 * length].view(8, length)
-    tokens = torch.cat([torch.zeros(8, 1, dtype=torch.long), rows], 1)
+    assert f"12 texts of 128 tokens, of {given} tokens given" in document.text
+    tokens = tp.cut_text(model, text)
     columns = {"distance alone": "share_distance"}
     table = tp.additivity(model, tokens, layers=[4], progress=False).groupby(HEAD, as_index=False).mean()
     agrees(document, "atlas", columns | {"held-out r": "r_held_out"}, table)

@@ -52,7 +52,7 @@ def main() -> None:
     assert tp.__version__ in command("--version")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "fit.csv"
-        command("fit", "--model", "demo", "--out", str(out))
+        command("fit", "--model", "demo", "--texts", "2", "--out", str(out))
         table = out.read_text(encoding="utf-8").splitlines()
     assert len(table) == 1 + 2 * 2 * 5 * 8, "two texts, five layers of eight heads, and the same with random weights"
     seen = {
