@@ -319,7 +319,7 @@ def test_other_models_are_refused_by_what_differs(shared_model: Any) -> None:
         compare_heads(model, read_model(model), TEXTS, progress=False)
     for name in ("before", "after"):
         both = {"before": model, "after": model} | {name: "model"}
-        with pytest.raises(ValueError, match=f"^{name} must be a HookedTransformer, .* got str"):
+        with pytest.raises(ValueError, match=f"^{name} must be a HookedTransformer, .* got 'model': load it"):
             compare_heads(**both, tokens=TEXTS, progress=False)
 
 

@@ -13,7 +13,6 @@ from support import zoo
 from tokenizers.processors import TemplateProcessing
 
 import tl_posdisent as tp
-from tl_posdisent.cli.inputs import cut_tokens
 from tl_posdisent.models.running.texts import check_tokens, read_texts
 
 LENGTHS = [7, 12, 7, 3]
@@ -95,7 +94,7 @@ def test_a_written_bos_is_the_only_one(backend: Any, prepends: bool, adds: bool)
     assert [plain[0].tolist().count(number), written[0].tolist().count(number)] == [prepends, 1]
     assert torch.equal(written[:, 1:], plain[:, int(prepends) :])
     assert all(map(torch.equal, read_texts(model, [bos + words, words]).unpadded(), [written[0], plain[0]]))
-    parts = cut_tokens(model, bos + words, 6, 2)
+    parts = tp.cut_text(model, bos + words, length=6, texts=2)
     assert int((parts == number).sum()) == (2 if prepends else 1)
     assert bool((parts[:, 0] == number)[: 2 if prepends else 1].all())
 
