@@ -116,8 +116,9 @@ class AttentionSpec(Geometry):
         if more:
             return (
                 f"layer {self.layer} of {self.architecture}: queries see keys that the mask which was read from it "
-                f"hides ({'causal' if self.causal else 'full'}, window {self.window}), such as later ones in the "
-                "two-way prefix of a prefix LM: give texts without a prefix"
+                f"hides ({'causal' if self.causal else 'full'}, window {self.window}), as in the two-way prefix of a "
+                "prefix LM, or from padding on the left: give texts without a prefix, and for padded texts pass "
+                "attention_mask="
             )
         return (
             f"layer {self.layer} of {self.architecture}: the model's mask is not the one that was read from it "
