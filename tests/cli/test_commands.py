@@ -19,6 +19,7 @@ from typer.testing import Result
 
 from tl_posdisent import additivity, demo_text, demo_tokens, load_demo_model, random_control, report
 from tl_posdisent.cli import app
+from tl_posdisent.cli.inputs import PACKAGED, check_name
 from tl_posdisent.cli.output import FORMATS, save
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.demo.demo_model import demo_hf_model
@@ -317,6 +318,12 @@ REFUSED = [
     ("fit --length 32 --texts 1000", "text has 3257 tokens, too few for 1000 × 32"),
     ("report --section share", "section cannot be 'share': did you mean 'shares'? It must be 'where_or_what', "),
 ]
+
+
+@pytest.mark.parametrize("name", ["google/gemma-3-270m", "gemma-3-270m", "gemma-2b", "smollm2-135m", *PACKAGED])
+def test_a_name_that_may_be_meant_is_not_refused(name: str) -> None:
+    """Names of TransformerLens and of repositories near those of packaged models."""
+    check_name("model", name)
 
 
 COUNTS = [  # options that are a number of things

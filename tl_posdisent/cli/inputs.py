@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 import re
 import sys
@@ -15,7 +16,6 @@ from tl_posdisent.cli.threads import limit_threads
 from tl_posdisent.utils.errors import ArgumentError, brief, naming
 from tl_posdisent.utils.files import decode_text, found_at
 from tl_posdisent.utils.labels import from_label
-from tl_posdisent.utils.words import did_you_mean
 
 _MOST_BYTES = 100_000_000  # of a text, which is tokenized whole
 PACKAGED = ("demo", "smollm2", "gemma3-270m")
@@ -95,9 +95,13 @@ def load_and_read(model: str, text: Path | None, backend: str, device: str | Non
 
 
 def check_name(option: str, model: str) -> None:
-    """Refuse a name that is nearly that of a packaged model: looking for it elsewhere takes long."""
-    if model not in PACKAGED and found_at(model) is None and (near := did_you_mean(model, PACKAGED)):
-        raise ArgumentError(option, f"cannot be {brief(model)}{near}")
+    """Refuse a misspelt ``demo`` or ``smollm2``: looking for it elsewhere takes long.
+
+    No repository and no short name of TransformerLens is so near to these two; ``google/gemma-3-270m`` is one.
+    """
+    near = difflib.get_close_matches(model.lower(), PACKAGED[:2], 1, 0.85)
+    if near and model not in PACKAGED and found_at(model) is None:
+        raise ArgumentError(option, f"cannot be {brief(model)}: did you mean {near[0]!r}?")
 
 
 def load(model: str, backend: str, device: str | None, dtype: str) -> Any:
