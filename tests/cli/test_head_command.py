@@ -108,3 +108,8 @@ def test_what_changed_in_another_model(head: str, scaled: Path, tmp_path: Path) 
 )
 def test_refusals(line: str, message: str) -> None:
     assert run_command(line, code=2).stderr.startswith(f"error: {message}")
+
+
+def test_one_text_is_refused_before_a_model_is_loaded() -> None:
+    """Errors are over texts."""
+    assert "--texts" in run_command("head --texts 1 --model nowhere", code=2).stderr

@@ -8,6 +8,7 @@ from typer import Argument, Option
 
 from tl_posdisent.cli.inputs import check_name, load, load_and_read
 from tl_posdisent.cli.options import (
+    MOST,
     Backend,
     Control,
     Device,
@@ -18,7 +19,6 @@ from tl_posdisent.cli.options import (
     Progress,
     Seed,
     TextFile,
-    Texts,
 )
 from tl_posdisent.cli.output import answering, check_out, grid, number, save, show
 from tl_posdisent.utils.errors import naming
@@ -40,7 +40,10 @@ def head(
     device: Device = None,
     dtype: Dtype = "float32",
     length: Length = None,
-    texts: Texts = None,
+    texts: Annotated[
+        int | None,
+        Option(min=2, max=MOST, help="Number of consecutive parts of the text; default all, at most 12."),
+    ] = None,
     control: Control = 1,
     seed: Seed = 0,
     progress: Progress = True,
