@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.running.cut_text import cut_text
+from tl_posdisent.models.running.cut_text import cut_ids
 from tl_posdisent.models.running.texts import Tokens, read_texts, token_words
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import listed
@@ -94,7 +94,7 @@ def read_subject(model: Any, text: Tokens, layers: Any = None, heads: Any = None
             "string, which is cut into equal parts",
         )
     (group,) = texts.groups
-    tokens = cut_text(reading.model, text) if isinstance(text, str) else group.tokens
+    tokens = cut_ids(reading.model, group.tokens[0]) if isinstance(text, str) else group.tokens
     longest = min(POSITIONS, getattr(reading.model.cfg, "n_ctx", None) or POSITIONS)
     subject = Subject(reading, tokens, sum(texts.lengths), [], chosen).cut(longest, TOKENS)
     return replace(subject, words=token_words(reading.model, subject.tokens[0]))

@@ -53,7 +53,14 @@ def cut_text(model: Any, text: str, *, length: int | None = None, texts: int | N
     for name, number in {"length": length, "texts": texts}.items():
         if number is not None:
             check_integer(name, number, 1)
-    begin, body = _begin_and_body(model, text)
+    return cut_ids(model, text_ids(model, text)[0], length=length, texts=texts)
+
+
+def cut_ids(
+    model: Any, ids: Int[Tensor, " pos"], *, length: int | None = None, texts: int | None = None
+) -> Int[Tensor, "text part"]:
+    """Cut the ids of a text as ``cut_text`` does."""
+    begin, body = _begin_and_body(model, ids)
     if not len(body):
         raise ArgumentError("text", "must have tokens, got an empty text")
     if length is None:
@@ -74,9 +81,8 @@ def cut_text(model: Any, text: str, *, length: int | None = None, texts: int | N
     return torch.cat([begin.expand(count, -1), parts], dim=1)
 
 
-def _begin_and_body(model: Any, text: str) -> tuple[Int[Tensor, " _begin"], Int[Tensor, " _pos"]]:
+def _begin_and_body(model: Any, ids: Tensor) -> tuple[Int[Tensor, " _begin"], Int[Tensor, " _pos"]]:
     """Return the ids with which each text begins, and those of a text without them and without those at its end."""
-    ids = text_ids(model, text)[0]
     added = text_ids(model, "").flatten().to(ids)  # at both ends
     for n in range(len(added), -1, -1):
         stop = len(ids) - len(added) + n
