@@ -14,7 +14,7 @@ from support.lanes import slow
 
 from tl_posdisent import compare_heads, demo_tokens, load_demo_model, read_model, where_or_what
 from tl_posdisent.experiments.where_what.changes import COMPARED, TESTED, compared, table_of_changes
-from tl_posdisent.experiments.where_what.measurement import HeadRuns, Subject, heads_to_run, measure
+from tl_posdisent.experiments.where_what.measurement import HeadRuns, ModelToMeasure, heads_to_run, measure
 from tl_posdisent.experiments.where_what.replacements import (
     CONSTANTS,
     DISTANCE,
@@ -184,7 +184,7 @@ def test_a_copy_under_other_draws_does_not_change() -> None:
     pairs = pairs_of(chosen)
     with running(model) as p:
         _, of_folds = folds(reading, tokens, None, chosen)
-        subject, none = Subject(reading, of_folds, block_facts(p)), heads_to_run(reading, pairs, 0)
+        subject, none = ModelToMeasure(reading, of_folds, block_facts(p)), heads_to_run(reading, pairs, 0)
         measured = [measure([subject], pairs, none, draws=4, seed=seed, progress=False) for seed in seeds]
     places = [pairs.index(pair) for pair in [(3, 0), (4, 2), (2, 6), (0, 1), (3, 1)]]
     (first, _, n_predictions), found = measured[0], [runs[0].estimated for runs, _, _ in measured]

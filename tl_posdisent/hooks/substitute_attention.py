@@ -62,8 +62,8 @@ def substitute_attention(
         layers, heads: query heads of layers, default all.
 
     Returns:
-        ``Hooks``, which add to interventions on the rotation (except for ``"uniform"`` and ``"first_token"``) and to
-        hidden keys, but not to other edits of a head's scores.
+        ``Hooks``, which add to interventions on the rotation (except for ``"uniform"``, ``"first_token"`` and with
+        ``fitted_to``) and to hidden keys, but not to other edits of a head's scores.
 
     Raises:
         ValueError: an unknown rung, or one that cannot be fitted to other texts; invalid texts; what ``drop_component``

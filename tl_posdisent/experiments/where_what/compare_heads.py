@@ -9,7 +9,7 @@ import pandas as pd
 from tl_posdisent.experiments.where_what.change_table import ChangeTable, change_statement
 from tl_posdisent.experiments.where_what.changes import compared, table_of_changes
 from tl_posdisent.experiments.where_what.head_table import estimates_sentences
-from tl_posdisent.experiments.where_what.measurement import Exact, Subject, heads_to_run, measure
+from tl_posdisent.experiments.where_what.measurement import Exact, ModelToMeasure, heads_to_run, measure
 from tl_posdisent.experiments.where_what.replacements import folds
 from tl_posdisent.experiments.where_what.sentences import hooks_sentences
 from tl_posdisent.experiments.where_what.two_models import read_both, same_heads, same_models
@@ -109,8 +109,10 @@ def compare_heads(
         texts, of_before = folds(readings[0], tokens, heldout, chosen, ignore)
         of_after = any_heads(readings[1], None, pairs, "compare_heads")
         both = [
-            Subject(readings[0], of_before, block_facts(p)),
-            Subject(readings[1], [fold.of_another(readings[1], of_after) for fold in of_before], block_facts(other)),
+            ModelToMeasure(readings[0], of_before, block_facts(p)),
+            ModelToMeasure(
+                readings[1], [fold.of_another(readings[1], of_after) for fold in of_before], block_facts(other)
+            ),
         ]
         (first, second), places, n = measure(both, pairs, to_run, draws=draws, seed=seed, progress=progress)
     found = compared(pairs, readings[0].n_layers, first, second, places, n)

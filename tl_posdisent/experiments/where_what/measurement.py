@@ -74,7 +74,7 @@ def heads_to_run(reading: ModelReading, pairs: Sequence[Head], exact: Exact) -> 
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class ModelToMeasure:
     """A model to measure, and what short passes show about it."""
 
     reading: ModelReading
@@ -96,7 +96,13 @@ class HeadRuns:
 
 
 def measure(
-    subjects: Sequence[Subject], pairs: Sequence[Head], to_run: HeadsToRun, *, draws: int, seed: int, progress: bool
+    subjects: Sequence[ModelToMeasure],
+    pairs: Sequence[Head],
+    to_run: HeadsToRun,
+    *,
+    draws: int,
+    seed: int,
+    progress: bool,
 ) -> tuple[list[HeadRuns], list[int], Float64[Tensor, " text"]]:
     """Estimate all heads with the same draws in each model, and run those that are to be run in one of them in all.
 
@@ -119,7 +125,7 @@ def measure(
 
 
 def _estimate(
-    subject: Subject, pairs: Sequence[Head], *, draws: int, seed: int, bar: Any
+    subject: ModelToMeasure, pairs: Sequence[Head], *, draws: int, seed: int, bar: Any
 ) -> tuple[ByReplacement, Float64[Tensor, " text"]]:
     """Estimate the divergence of each text under each replacement of each head, and count its predictions."""
     options: Any = {"seed": seed, "by_position": True, "facts": subject.facts, "bar": bar}
@@ -131,7 +137,9 @@ def _estimate(
     return over_folds(subject.folds, [x.curvature for x in estimates]), counted
 
 
-def run_heads(subject: Subject, items: Sequence[Item], *, bar: Any) -> tuple[ByReplacement, Float64[Tensor, " text"]]:
+def run_heads(
+    subject: ModelToMeasure, items: Sequence[Item], *, bar: Any
+) -> tuple[ByReplacement, Float64[Tensor, " text"]]:
     """Measure the divergence of each text by runs, each of one replacement of a head, or of some heads together."""
     options: Any = {"facts": subject.facts, "bar": bar}
     found = [run_changes(subject.reading, x.texts, x.replacements, items, **options).checked() for x in subject.folds]

@@ -13,7 +13,14 @@ from tl_posdisent.experiments.where_what.head_table import (
     groups_statement,
     statement,
 )
-from tl_posdisent.experiments.where_what.measurement import Exact, Subject, cost_bar, heads_to_run, measure, run_heads
+from tl_posdisent.experiments.where_what.measurement import (
+    Exact,
+    ModelToMeasure,
+    cost_bar,
+    heads_to_run,
+    measure,
+    run_heads,
+)
 from tl_posdisent.experiments.where_what.replacements import folds
 from tl_posdisent.experiments.where_what.rows import from_estimates, from_runs, table_of
 from tl_posdisent.experiments.where_what.sentences import hooks_sentences
@@ -154,7 +161,7 @@ def where_or_what(
     check_free(reading.model, pairs)
     with running(reading.model) as p, p.counting_tokens() as counts:
         texts, of_folds = folds(reading, tokens, heldout, chosen, ignore)
-        subject = Subject(reading, of_folds, block_facts(p))
+        subject = ModelToMeasure(reading, of_folds, block_facts(p))
         (runs,), places, n = measure([subject], pairs, to_run, draws=draws, seed=seed, progress=progress)
     found = from_estimates(pairs, reading.n_layers, runs.estimated, runs.measured, places, n)
     table = HeadTable(table_of(pd.DataFrame(pairs, columns=["layer", "head"]), found, negligible))
@@ -185,7 +192,7 @@ def _of_groups(
         texts, of_folds = folds(reading, tokens, heldout, chosen, ignore)
         n_texts, n_replacements = len(texts.tokens), len(of_folds[0].replacements)
         with cost_bar(n_texts, None, n_replacements, len(by_name), progress=progress) as bar:
-            items, subject = [*by_name.values()], Subject(reading, of_folds, block_facts(p))
+            items, subject = [*by_name.values()], ModelToMeasure(reading, of_folds, block_facts(p))
             measured, n_predictions = run_heads(subject, items, bar=bar)
     named = {"group": [*by_name], "heads": [", ".join(head_label(*pair) for pair in pairs) for pairs in items]}
     table = HeadTable(table_of(pd.DataFrame(named), from_runs(measured, n_predictions), negligible))
