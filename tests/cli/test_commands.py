@@ -19,7 +19,7 @@ from typer.testing import Result
 
 from tl_posdisent import additivity, demo_text, demo_tokens, load_demo_model, random_control, report
 from tl_posdisent.cli import app
-from tl_posdisent.cli.inputs import PACKAGED, check_name
+from tl_posdisent.cli.inputs import NAMES, check_in_range, check_name
 from tl_posdisent.cli.output import FORMATS, save
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.demo.demo_model import demo_hf_model
@@ -320,10 +320,17 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("name", ["google/gemma-3-270m", "gemma-3-270m", "gemma-2b", "smollm2-135m", *PACKAGED])
+@pytest.mark.parametrize("name", ["google/gemma-3-270m", "gemma-3-270m", "gemma-2b", "smollm2-135m", *NAMES])
 def test_a_name_that_may_be_meant_is_not_refused(name: str) -> None:
     """Names of TransformerLens and of repositories near those of packaged models."""
     check_name("model", name)
+
+
+@pytest.mark.parametrize("config", ["", "[]", "{}", '{"num_hidden_layers": 2, "num_attention_heads": [3, 3]}'])
+def test_a_size_that_is_not_stated_refuses_nothing(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    for model in (tmp_path, tmp_path / "nothing", "EleutherAI/pythia-70m"):
+        check_in_range(str(model), [99], ["L99H99"])
 
 
 COUNTS = [  # options that are a number of things

@@ -129,14 +129,33 @@ def test_interrupted() -> None:
     assert b"Traceback" not in stderr
 
 
-def test_help_waits_for_no_library() -> None:
-    """torch takes seconds to import, and pandas half of one; nobody who asks for help, or completes, needs them."""
+WRONG = [
+    "fit --layers 5",
+    "fit --layers first",
+    "fit --heads L0H8",
+    "fit --std a",
+    "fit --model {folder} --heads 3",
+    "head L5H0",
+    "head L30H0 --model smollm2",
+    "head L0H0 --model demoo",
+    "report --heads 8",
+    "report --layers 18 --model gemma3-270m",
+    "report --section share",
+]
+
+
+def test_help_and_mistakes_wait_for_no_library(tmp_path: Path) -> None:
+    """torch takes seconds to import, and pandas half of one; nobody who asks for help, or mistypes, needs them."""
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 2, "num_attention_heads": 3}', encoding="utf-8")
     code = f"""
-import sys, typer.testing
+import shlex, sys, typer.testing
 from tl_posdisent.cli import app
 for words in (["--help"], ["--version"], *([name, "--help"] for name in {sorted(COMMANDS)!r})):
     result = typer.testing.CliRunner().invoke(app, words)
     assert result.exit_code == 0 and result.stdout, words
+for line in {[x.format(folder=tmp_path) for x in WRONG]!r}:
+    result = typer.testing.CliRunner().invoke(app, shlex.split(line))
+    assert result.exit_code == 2 and "error: " in result.stderr, line
 print(sorted({{"torch", "pandas", "numpy", "transformers", "transformer_lens", "plotly"}} & sys.modules.keys()))
 """
     assert run(sys.executable, "-c", code).stdout == "[]\n"

@@ -22,6 +22,7 @@ from tl_posdisent import (
 )
 from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.hook_list import joined
+from tl_posdisent.models.loading.packaged import PACKAGED
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
 LOCAL, GLOBAL = 4, 5
@@ -51,6 +52,7 @@ def test_what_it_is(model: Any, tokens: Tensor) -> None:
     ids = model.to_tokens(demo_text())[0, 1:256]
     assert float(torch.nn.functional.cross_entropy(logits[0, :-1], ids)) == pytest.approx(2.59, abs=0.01)
     specs = read_model(model).specs()
+    assert PACKAGED["gemma3-270m"].size == (len(specs), specs[0].n_heads)
     assert [n for n, spec in enumerate(specs) if spec.window is None] == [GLOBAL, 11, 17]
     assert {spec.window for spec in specs} == {512, None}
     assert read_model(model).specs("global") == [specs[n] for n in (GLOBAL, 11, 17)]

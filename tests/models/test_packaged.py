@@ -45,7 +45,7 @@ class Installed:
         self.sha256 = hashlib.sha256(content).hexdigest()
         terms = ("pieces", "the terms of the test")
         ids = tuple(demo_tokenizer().encode(SAMPLE, add_special_tokens=False))
-        model = PackagedModel("A small model", tuple(PIECES), self.sha256, SCALE, ids, terms)
+        model = PackagedModel("A small model", tuple(PIECES), self.sha256, SCALE, ids, (1, 1), terms)
         patch.setitem(PACKAGED, "pieces", model)
         patch.syspath_prepend(str(self.site))
         patch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(self.assets))

@@ -26,6 +26,7 @@ from tl_posdisent import (
 )
 from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.hook_list import joined
+from tl_posdisent.models.loading.packaged import PACKAGED
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
 TEXT = (
@@ -49,6 +50,7 @@ def logits(model: Any, tokens: Tensor, hooks: Any = (), **given: Any) -> Tensor:
 
 
 def test_it_is_the_trained_model(model: Any) -> None:
+    assert PACKAGED["smollm2"].size == (model.cfg.n_layers, model.cfg.n_heads)
     assert (
         model.tokenizer.decode(logits(model, model.to_tokens("The capital of France is"))[0, -1].argmax()) == " Paris"
     )

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tl_posdisent.utils.validation import check_integer, check_number, real_tensor, shown
+from tl_posdisent.utils.tensor_checks import real_tensor
+from tl_posdisent.utils.validation import check_integer, check_number, shown
 
 
 def test_the_bounds() -> None:

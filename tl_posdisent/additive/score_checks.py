@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_flag, check_floating
+from tl_posdisent.utils.tensor_checks import check_floating
+from tl_posdisent.utils.validation import check_flag
 
 _MIN_PATTERN_KEYS = 6  # with fewer, real scores might by chance be non-negative and sum to less than 1 in every row
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import math
 import re
 import sys
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from tl_posdisent.cli.output import note
 from tl_posdisent.cli.threads import limit_threads
+from tl_posdisent.models.loading.packaged import PACKAGED
 from tl_posdisent.utils.errors import ArgumentError, brief, naming
 from tl_posdisent.utils.files import decode_text, found_at
 from tl_posdisent.utils.labels import from_label
+from tl_posdisent.utils.validation import check_heads
 
 _MOST_BYTES = 100_000_000  # of a text, which is tokenized whole
-PACKAGED = ("demo", "smollm2", "gemma3-270m")
+NAMES = ("demo", *PACKAGED)
 _RANGE = re.compile(r"(\d{1,4})-(\d{1,4})")
 
 
@@ -81,12 +85,15 @@ def read_std(text: str) -> Any:
     return number
 
 
-def load_and_read(model: str, text: Path | None, backend: str, device: str | None, dtype: str) -> tuple[Any, str]:
-    """Read a text and load a model, in this order: errors about the text need no loading.
+def load_and_read(
+    model: str, text: Path | None, backend: str, device: str | None, dtype: str, layers: Any = None, heads: Any = None
+) -> tuple[Any, str]:
+    """Read a text and load a model, after layers and heads were checked: errors about these need no loading.
 
     The packaged text is the default; a note says so for models other than the demo model.
     """
     check_name("model", model)
+    check_in_range(model, layers, heads)
     words = read_text(text)
     loaded = load(model, backend, device, dtype)
     if text is None and model != "demo":
@@ -99,9 +106,33 @@ def check_name(option: str, model: str) -> None:
 
     No repository and no short name of TransformerLens is so near to these two; ``google/gemma-3-270m`` is one.
     """
-    near = difflib.get_close_matches(model.lower(), PACKAGED[:2], 1, 0.85)
-    if near and model not in PACKAGED and found_at(model) is None:
+    near = difflib.get_close_matches(model.lower(), NAMES[:2], 1, 0.85)
+    if near and model not in NAMES and found_at(model) is None:
         raise ArgumentError(option, f"cannot be {brief(model)}: did you mean {near[0]!r}?")
+
+
+def check_in_range(model: str, layers: Any, heads: Any) -> None:
+    """Refuse layers and heads that a model does not have, where its size is known without loading it."""
+    size = _size(model)
+    if size is not None and not (layers is None and heads is None):
+        check_heads(None if isinstance(layers, str) else layers, heads, *size)
+
+
+def _size(model: str) -> tuple[int, int] | None:
+    """Return the numbers of layers and heads of a packaged model, or those that the ``config.json`` of a folder has.
+
+    >>> _size("smollm2"), _size("demo"), _size("EleutherAI/pythia-70m")
+    ((30, 9), (5, 8), None)
+    """
+    if model in PACKAGED:
+        return PACKAGED[model].size
+    folder: Any = resources.files("tl_posdisent.demo") if model == "demo" else Path(model)
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        size = config["num_hidden_layers"], config["num_attention_heads"]
+    except (OSError, ValueError, KeyError, TypeError):  # loading says what is wrong with it, if anything is
+        return None
+    return size if all(type(x) is int for x in size) else None
 
 
 def load(model: str, backend: str, device: str | None, dtype: str) -> Any:

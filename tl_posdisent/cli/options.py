@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from typer import Option
 
-from tl_posdisent.cli.inputs import PACKAGED
+from tl_posdisent.cli.inputs import NAMES
 from tl_posdisent.cli.output import QUIET
 
 MOST = 1_000_000  # of any number of things: a larger one is a mistake, and would fill the memory
@@ -26,7 +26,7 @@ Model = Annotated[
     Option(
         metavar="demo|NAME|PATH",
         help="A name such as smollm2 or EleutherAI/pythia-70m, or a directory.",
-        autocompletion=lambda: list(PACKAGED),  # shells complete paths themselves
+        autocompletion=lambda: list(NAMES),  # shells complete paths themselves
     ),
 ]
 TextFile = Annotated[

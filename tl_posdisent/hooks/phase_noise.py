@@ -14,7 +14,8 @@ from tl_posdisent.hooks.edit import Noise
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_number, check_seed, real_tensor
+from tl_posdisent.utils.tensor_checks import real_tensor
+from tl_posdisent.utils.validation import check_number, check_seed
 
 
 def phase_noise(

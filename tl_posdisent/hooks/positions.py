@@ -17,7 +17,8 @@ from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.hooks.rotated_scores import mapped
 from tl_posdisent.models.reading.model_reading import Layers
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_number, listed, real_tensor, shown
+from tl_posdisent.utils.tensor_checks import real_tensor
+from tl_posdisent.utils.validation import check_number, listed, shown
 from tl_posdisent.utils.words import plural
 
 Positions = Tensor | Sequence[float] | Callable[[Tensor], Tensor]

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tl_posdisent.utils.lazy_names import public_name
 from tl_posdisent.utils.tables import HasTable, index_columns
-from tl_posdisent.utils.validation import Numbers, check_choice, check_number
+from tl_posdisent.utils.tensor_checks import Numbers
+from tl_posdisent.utils.validation import check_choice, check_number
 from tl_posdisent.utils.words import plural
 
 from .moments import Moments, Spread, check_distances, spread_of, total

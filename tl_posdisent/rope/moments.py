@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tl_posdisent.rope.rotary import Rotary, check_rotary, to_complex
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import Numbers, check_floating, real_numbers
+from tl_posdisent.utils.tensor_checks import Numbers, check_floating, real_numbers
 from tl_posdisent.utils.words import plural
 
 NUMBERS_AT_ONCE = 2**22  # size of a chunk of points: 32 MiB in float64

@@ -16,13 +16,8 @@ from jaxtyping import Complex, Float, Float64, Real
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import (
-    check_choice,
-    check_floating,
-    check_number,
-    described,
-    shown,
-)
+from tl_posdisent.utils.tensor_checks import check_floating, described
+from tl_posdisent.utils.validation import check_choice, check_number, shown
 
 Pairing = Literal["half", "adjacent"]
 

@@ -16,7 +16,7 @@ from tl_posdisent.rope.factorial_variance_decomposition import (
 from tl_posdisent.rope.moments import Moments, Spread, check_distances, chunks, spread_of, total
 from tl_posdisent.rope.rotary import Rotary, to_complex
 from tl_posdisent.utils.tables import index_columns
-from tl_posdisent.utils.validation import Numbers
+from tl_posdisent.utils.tensor_checks import Numbers
 
 
 @torch.no_grad()

@@ -1,4 +1,7 @@
-"""Validate arguments. Errors are ``ValueError`` with the argument's name, what is needed, and what was given."""
+"""Validate arguments. Errors are ``ValueError`` with the argument's name, what is needed, and what was given.
+
+Imports no torch, so that the command line can refuse an argument at once.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,10 @@ from dataclasses import fields
 from numbers import Real
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-import numpy as np
-import torch
-from jaxtyping import Float64
-from torch import Tensor
-
 from tl_posdisent.utils.errors import ArgumentError, brief
 from tl_posdisent.utils.labels import from_label
 from tl_posdisent.utils.words import did_you_mean
 
-Numbers = Sequence[int | float] | Tensor  # also a range
 _Choice = TypeVar("_Choice", bound=str)
 
 
@@ -55,11 +52,6 @@ def first_line(error: BaseException) -> str:
     lines = [x.strip() for x in str(error).strip().splitlines()] or [type(error).__name__]
     line = printable(" ".join(lines) if lines[0].endswith(":") else lines[0])
     return line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + "…"
-
-
-def described(x: Any) -> str:
-    """Describe the dtype and shape of a tensor, or the type of anything else, for errors."""
-    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
 def is_integer(value: Any) -> bool:
@@ -185,44 +177,6 @@ def check_fields(config: Any, *, least: Mapping[str, int] | None = None) -> None
             check_integer(name, value, (least or {}).get(name, 1))
 
 
-def check_floating(name: str, x: Any) -> Tensor:
-    """Return ``x``, or raise unless it is a floating point tensor."""
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-        raise ArgumentError(name, f"must be a floating point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
-    return x
-
-
-def real_tensor(name: str, values: Any, *, finite: bool = True) -> Float64[Tensor, "*shape"]:
-    """Return a user's numbers of any shape as a float64 tensor without gradients, or raise.
-
-    >>> real_tensor("target", [1, None])
-    Traceback (most recent call last):
-    tl_posdisent.utils.errors.ArgumentError: target must be finite real numbers, integers below 2**63, got [1, None]
-    """
-    dtype = f" of {values.dtype}" if hasattr(values, "dtype") else ""
-    kind = "finite real" if finite else "real"
-    wrong = ArgumentError(name, f"must be {kind} numbers, integers below 2**63, got {shown(values)}{dtype}")
-    try:
-        tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:  # words, tables of unequal rows, None
-        raise wrong from error
-    if tensor.dtype == torch.bool or tensor.is_complex():
-        raise wrong
-    if not isinstance(values, Tensor):  # torch makes Python's numbers float32 unless it is told otherwise
-        tensor = torch.as_tensor(values, dtype=torch.float64)
-    if finite and not bool(tensor.isfinite().all()):
-        raise wrong
-    return tensor.detach().double()
-
-
-def real_numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, " number"]:
-    """Return a user's numbers as a float64 tensor with one axis, at least one of them, or raise."""
-    x = real_tensor(name, values)
-    if x.ndim != 1 or len(x) == 0:
-        raise ArgumentError(name, f"must be one-dimensional and not empty, got shape {tuple(x.shape)}")
-    return x.to(device)
-
-
 def check_seed(seed: Any) -> int:
     """Return ``seed`` as an int, or raise unless it is an integer from 0 to 2**63 - 1."""
     return check_integer("seed", seed, 0)
@@ -287,7 +241,7 @@ def listed(name: str, chosen: Any) -> Any:
     >>> listed("heads", iter([0, 3])), listed("heads", torch.tensor([[1, 3], [0, 0]]))
     ([0, 3], [[1, 3], [0, 0]])
     """
-    if isinstance(chosen, (torch.Tensor, np.ndarray)):
+    if hasattr(chosen, "tolist"):
         return chosen.tolist()
     if not isinstance(chosen, Iterable) or isinstance(chosen, (str, bytes, Mapping)):
         return chosen

@@ -68,7 +68,7 @@ def fit(
     with answering():
         check_out(out)
         chosen_layers, chosen_heads, scale = read_layers(layers), read_heads(heads), read_std(std)
-        loaded, words = load_and_read(model, text, backend, device, dtype)
+        loaded, words = load_and_read(model, text, backend, device, dtype, chosen_layers, chosen_heads)
         from tl_posdisent.experiments.attention_scores.additivity import additivity
         from tl_posdisent.experiments.measuring.random_copies import beside_random
         from tl_posdisent.models.loading.random_init import initial_scale

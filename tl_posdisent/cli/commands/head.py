@@ -75,11 +75,11 @@ def head(
     """
     with answering():
         check_out(out)
-        with naming(heads="head"):
-            from_label(name)
         if after is not None:
             check_name("after", after)
-        loaded, words = load_and_read(model, text, backend, device, dtype)
+        with naming(heads="head"):
+            from_label(name)
+            loaded, words = load_and_read(model, text, backend, device, dtype, heads=name)
         from tl_posdisent.models.running.cut_text import cut_text
 
         tokens = cut_text(loaded, words, length=length, texts=texts)

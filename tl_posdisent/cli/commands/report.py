@@ -26,6 +26,7 @@ from tl_posdisent.cli.options import (
 )
 from tl_posdisent.cli.output import answering, check_out, show
 from tl_posdisent.page.names import ON_REQUEST, SECTION_NAMES
+from tl_posdisent.utils.validation import check_choice
 
 
 def report(
@@ -66,7 +67,7 @@ def report(
         check_out(out, (".html",))
         chosen_layers, chosen_heads = read_layers(layers), read_heads(heads)
         sections: Any = _sections(section)
-        loaded, words = load_and_read(model, text, backend, device, dtype)
+        loaded, words = load_and_read(model, text, backend, device, dtype, chosen_layers, chosen_heads)
         from tl_posdisent.models.running.cut_text import cut_text
         from tl_posdisent.page.build import check_page, check_sections, read_settings, write_report
         from tl_posdisent.page.subject import read_subject
@@ -82,8 +83,6 @@ def report(
 
 def _sections(given: list[str] | None) -> list[str] | None:
     """Validate sections before a model is loaded, and drop duplicates."""
-    from tl_posdisent.utils.validation import check_choice  # which imports torch
-
     for name in given or ():
         check_choice("section", name, SECTION_NAMES)
     return list(dict.fromkeys(given)) if given else None

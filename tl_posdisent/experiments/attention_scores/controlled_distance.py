@@ -21,7 +21,8 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.rope.factorial_variance_decomposition import decompose
 from tl_posdisent.rope.moments import Moments
-from tl_posdisent.utils.validation import Numbers, listed
+from tl_posdisent.utils.tensor_checks import Numbers
+from tl_posdisent.utils.validation import listed
 
 
 def controlled_distance(

@@ -15,7 +15,8 @@ from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import Tokens, read_texts
 from tl_posdisent.rope.subspaces import subspace_patterns_qk
-from tl_posdisent.utils.validation import Numbers, listed
+from tl_posdisent.utils.tensor_checks import Numbers
+from tl_posdisent.utils.validation import listed
 
 # Of texts of equal length: queries and keys of each text and position.
 _TextVectors = tuple[AttentionSpec, Tensor, Tensor]

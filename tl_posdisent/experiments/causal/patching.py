@@ -40,7 +40,8 @@ from tl_posdisent.models.running.results import at_results, by_heads
 from tl_posdisent.models.running.texts import Texts, TokenIds, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.tables import HEAD
-from tl_posdisent.utils.validation import check_choice, check_indices, check_subset, is_integer, listed, real_tensor
+from tl_posdisent.utils.tensor_checks import real_tensor
+from tl_posdisent.utils.validation import check_choice, check_indices, check_subset, is_integer, listed
 
 Activation = Literal["z", "q", "k", "v", "pattern"]
 

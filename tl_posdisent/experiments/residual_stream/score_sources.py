@@ -29,16 +29,8 @@ from tl_posdisent.models.running.texts import Tokens, read_texts, token_words
 from tl_posdisent.rope.rotary import Rotary, to_complex
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import HasTable
-from tl_posdisent.utils.validation import (
-    Numbers,
-    check_choice,
-    check_indices,
-    check_integer,
-    check_number,
-    head_label,
-    real_numbers,
-    shown,
-)
+from tl_posdisent.utils.tensor_checks import Numbers, real_numbers
+from tl_posdisent.utils.validation import check_choice, check_indices, check_integer, check_number, head_label, shown
 from tl_posdisent.utils.words import plural
 
 TermsBy = Literal["pair", "query", "key", "source"]

@@ -28,6 +28,7 @@ class PackagedModel:
         sha256: checksum of the whole file.
         initializer_range: standard deviation of the initial weights, as published in the model's ``config.json``.
         sample_ids: token ids of ``SAMPLE``, without special tokens.
+        size: numbers of layers and of heads, so that a command can refuse others before it loads anything.
         terms: a package that contains the model's terms of use, and their name.
     """
 
@@ -36,6 +37,7 @@ class PackagedModel:
     sha256: str
     initializer_range: float
     sample_ids: tuple[int, ...]
+    size: tuple[int, int]
     terms: tuple[str, str] | None = None
 
     @property
@@ -52,6 +54,7 @@ PACKAGED = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         initializer_range=1 / 24,  # HuggingFaceTB/SmolLM2-135M
         sample_ids=(504, 3575, 282, 4649, 314),
+        size=(30, 9),
     ),
     "gemma3-270m": PackagedModel(
         title="gemma3-270m",
@@ -62,6 +65,7 @@ PACKAGED = {
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         initializer_range=0.02,  # google/gemma-3-270m
         sample_ids=(818, 5279, 529, 7001, 563),
+        size=(18, 4),
         terms=(_GEMMA, "the Gemma terms of use"),
     ),
 }

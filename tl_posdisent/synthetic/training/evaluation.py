@@ -13,7 +13,8 @@ from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.task import IGNORED
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_integer, described
+from tl_posdisent.utils.tensor_checks import described
+from tl_posdisent.utils.validation import check_integer
 
 
 @torch.no_grad()
