@@ -238,6 +238,7 @@ def listed(name: str, chosen: Any) -> Any:
     Arrays and tensors become lists of integers, or of pairs, also where they are entries of a list. A tuple stays one:
     ``check_heads`` refuses a tuple of two integers.
 
+    >>> import torch
     >>> listed("heads", iter([0, 3])), listed("heads", torch.tensor([[1, 3], [0, 0]]))
     ([0, 3], [[1, 3], [0, 0]])
     """
