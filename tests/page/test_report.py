@@ -21,15 +21,17 @@ from tl_posdisent.page.names import SECTION_NAMES
 from tl_posdisent.page.sections import FRACTIONS
 
 TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
+OPTIONS: dict[str, Any] = {"layers": [2, 4], "progress": False}
+"""Two layers have heads of each kind: some with a label, and some undecided."""
 HEAD = ["layer", "head"]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Document]:
-    """A model and its report with all sections."""
+    """A model, and the report of two of its layers with all sections."""
     model = tp.load_demo_model()
     path = tmp_path_factory.mktemp("report") / "new" / "report.html"
-    assert tp.report(model, TOKENS, path, sections=SECTION_NAMES, control=2, seed=5, progress=False) == path
+    assert tp.report(model, TOKENS, path, sections=SECTION_NAMES, control=2, seed=5, **OPTIONS) == path
     assert path.stat().st_size < 3_000_000
     return model, Document(path)
 
@@ -37,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Document]:
 @pytest.fixture(scope="module")
 def needs(made: tuple[Any, Document]) -> pd.DataFrame:
     """What the report's heads need, by the experiment alone; the heads that contribute most first."""
-    table = tp.where_or_what(made[0], TOKENS, seed=5, progress=False)
+    table = tp.where_or_what(made[0], TOKENS, seed=5, **OPTIONS)
     return table.sort_values("contribution", ascending=False, kind="stable")
 
 
@@ -60,7 +62,7 @@ def agrees(document: Document, table: str, titles: dict[str, str], frame: pd.Dat
 
 
 def over_texts(model: Any, **options: Any) -> pd.DataFrame:
-    return tp.additivity(model, TOKENS, progress=False, **options).groupby(HEAD, as_index=False).mean()
+    return tp.additivity(model, TOKENS, **OPTIONS | options).groupby(HEAD, as_index=False).mean()
 
 
 def said(document: Document) -> str:
@@ -70,7 +72,7 @@ def said(document: Document) -> str:
 @pytest.mark.slow
 def test_numbers_are_those_of_the_experiments(made: tuple[Any, Document], needs: pd.DataFrame) -> None:
     model, document = made
-    copies, quiet = list(tp.random_control(model, [5, 6])), {"progress": False}
+    copies = list(tp.random_control(model, [5, 6]))
     r = over_texts(model)
     random = pd.concat([over_texts(m) for m in copies]).groupby("layer").mean()
     columns = {"held-out r": "r_held_out", "distance alone": "share_distance", "key alone": "share_key", "r": "r"}
@@ -79,23 +81,23 @@ def test_numbers_are_those_of_the_experiments(made: tuple[Any, Document], needs:
     in_order = needs[HEAD].merge(r, on=HEAD, how="left")
     agrees(document, "atlas", {title: name for title, name in columns.items() if title != "r"}, in_order)
 
-    shares = tp.controlled_distance(model, TOKENS, **quiet)
-    random = pd.concat([tp.controlled_distance(m, TOKENS, **quiet) for m in copies]).groupby("layer").mean()
+    shares = tp.controlled_distance(model, TOKENS, **OPTIONS)
+    random = pd.concat([tp.controlled_distance(m, TOKENS, **OPTIONS) for m in copies]).groupby("layer").mean()
     titles = {"r two axis": "r_two_axis", "r three axis": "r_three_axis"}
     agrees(document, "shares", {f"random {title}": name for title, name in titles.items()}, random)
     titles |= {e.replace(":", " × "): e for e in tp.rope.COMPONENTS}
     agrees(document, "shares", titles, shares.groupby("layer").mean())
     assert f"r of the two-axis model is {shares['r_two_axis'].mean():.2f} " in said(document)
 
-    curve = tp.perturbation_curve(model, TOKENS, fractions=FRACTIONS, seeds=[5, 6], **quiet)
-    draws = [tp.perturbation_curve(model, TOKENS, fractions=FRACTIONS, seeds=[n], **quiet) for n in (5, 6)]
+    curve = tp.perturbation_curve(model, TOKENS, fractions=FRACTIONS, seeds=[5, 6], progress=False)
+    draws = [tp.perturbation_curve(model, TOKENS, fractions=FRACTIONS, seeds=[n], progress=False) for n in (5, 6)]
     losses = np.stack([draw["added_loss"] for draw in draws])
     curve = curve.assign(lower=losses.min(0), higher=losses.max(0))
     titles = {"added loss": "added_loss", "lower of the draws": "lower", "higher of the draws": "higher", "KL": "kl"}
     agrees(document, "perturbation", titles, curve, 4)
     agrees(document, "perturbation", {"accuracy": "accuracy", "tokens moved": "moved"}, curve)
 
-    drops = tp.head_ablation(model, TOKENS, **quiet)
+    drops = tp.head_ablation(model, TOKENS, **OPTIONS)
     agrees(document, "atlas", {"added loss": "effect"}, needs[HEAD].merge(drops, on=HEAD, how="left"), 4)
 
 
@@ -126,10 +128,10 @@ def test_distance_profiles_are_those_of_pooled_fits(made: tuple[Any, Document]) 
     model, document = made
     lines = {line["name"]: line for line in document.drawn("Distance component") if line["name"].startswith("layer")}
     lines |= {line["hovertext"]: line for line in document.drawn("Distance component") if "other" in line["name"]}
-    assert len(lines) == 40
-    for n, layer in enumerate(tp.capture(model, TOKENS)):
+    assert len(lines) == 16
+    for layer in tp.capture(model, TOKENS, layers=OPTIONS["layers"]):
         for head, profile in enumerate(tp.fit_additive(layer.scores, pool=True).distance):
-            line = lines[f"layer {n}, head {head}"]
+            line = lines[f"layer {layer.layer}, head {head}"]
             assert list(line["customdata"][:33]) == pytest.approx(range(33))  # beyond, means of several distances
             assert list(line["y"][:33]) == pytest.approx(profile[:33].tolist())
 
@@ -140,10 +142,10 @@ def test_figures_draw_the_numbers_of_their_tables(made: tuple[Any, Document], ne
     titles = {"held-out r, by": "held-out r", "Added loss without": "added loss"}
     for caption, title in titles.items():
         (heat,) = document.drawn(caption)
-        expected = [as_number(atlas[f"L{layer}H{head}"][title]) for layer in range(5) for head in range(8)]
+        expected = [as_number(atlas[f"L{layer}H{head}"][title]) for layer in OPTIONS["layers"] for head in range(8)]
         assert heat["z"].ravel() == pytest.approx(expected, abs=6e-4), caption
     assert drawn["effect"]["values"] == pytest.approx(column(document, "atlas", "added loss"), abs=6e-5)
-    shares = tp.controlled_distance(model, TOKENS, progress=False)
+    shares = tp.controlled_distance(model, TOKENS, **OPTIONS)
     for bars in document.drawn("Share of the variance"):
         assert list(bars["y"]) == pytest.approx(shares[bars["name"].replace(" × ", ":")].tolist()), bars["name"]
     rows = document.rows("perturbation")
@@ -164,7 +166,7 @@ def test_no_text_is_written_in_cells(made: tuple[Any, Document]) -> None:
 def test_labels_are_those_of_head_labels(made: tuple[Any, Document]) -> None:
     """In the section, in the atlas, in the hover text, in the panels and in the sentence that counts them."""
     model, document = made
-    table = tp.head_labels(model, TOKENS, seed=5, seeds=[5, 6], progress=False)
+    table = tp.head_labels(model, TOKENS, seed=5, seeds=[5, 6], **OPTIONS)
     table["words"] = [label.replace("_", " ").replace("+", " + ") or "none" for label in table["label"]]
     by_head = dict(zip(labels(table), table["words"], strict=True))
     assert set(by_head.values()) > {"none"}
@@ -183,9 +185,9 @@ def test_labels_are_those_of_head_labels(made: tuple[Any, Document]) -> None:
     agrees(document, "labels", measures, ranked)
     named = [name for label in by_head.values() if label != "none" for name in label.split(" + ")]
     (counted,) = re.findall(
-        r"(\d+) of 40 heads have a label, by the keys that they attend to: (.*?)[.;]", said(document)
+        r"(\d+) of 16 heads have a label, by the keys that they attend to: (.*?)[.;]", said(document)
     )
-    assert int(counted[0]) == 40 - [*by_head.values()].count("none")
+    assert int(counted[0]) == 16 - [*by_head.values()].count("none")
     assert sorted(counted[1].split(", ")) == sorted(f"{n} {name}" for name, n in Counter(named).items())
 
 
@@ -227,10 +229,10 @@ def test_the_answer_is_the_statement_of_the_table(made: tuple[Any, Document], ne
     errors = [f"{used[f'{name}_part_se'].median():.2f} of the part {name}" for name in ("where", "what")]
     statement = f"{needs.attrs['statement']} Here ± is a standard error over texts; for single heads it is "
     assert answer.startswith(f"{statement}{' and '.join(errors)} (medians")
-    options: dict[str, Any] = {"exact": 0, "seed": 5, "progress": False}
+    options: dict[str, Any] = OPTIONS | {"exact": 0, "seed": 5}
     random = pd.concat([tp.where_or_what(copy, TOKENS, **options) for copy in tp.random_control(model, [5, 6])])
     used = random[random["verdict"] != "not used"]
-    assert f"With random weights, {len(used)} of 80 heads contribute measurably: " in answer
+    assert f"With random weights, {len(used)} of 32 heads contribute measurably: " in answer
     for name in ("where", "what", "neither"):
         low, middle, high = (f"{x:.2f}" for x in np.quantile(used[f"{name}_part"], (0.05, 0.5, 0.95)))
         assert f"{name} {middle} ({low} to {high})" in answer
@@ -265,7 +267,7 @@ def test_a_panel_begins_with_the_description_of_its_head(made: tuple[Any, Docume
 def test_a_panel_keeps_the_first_token_apart(made: tuple[Any, Document]) -> None:
     """Its share of the attention, and the largest mean attention to another key at a distance that is frequent."""
     model, document = made
-    for layer in range(5):
+    for layer in OPTIONS["layers"]:
         name = f"blocks.{layer}.attn.hook_pattern"
         pattern = model.run_with_cache(TOKENS, names_filter=name)[1][name].double()
         means = torch.stack([pattern.diagonal(-d, -2, -1)[..., 1:].mean((0, -1)) for d in range(24)], 1)
@@ -282,10 +284,11 @@ def test_a_panel_keeps_the_first_token_apart(made: tuple[Any, Document]) -> None
 def test_the_atlas_says_the_numbers_of_its_table_and_draws_profiles(made: tuple[Any, Document]) -> None:
     model, document = made
     rows, hover = document.rows("atlas"), document.data["atlas-data"]["hover"]
-    assert len(rows) == len(hover) == 40
+    assert len(rows) == len(hover) == 16
     assert not any(x == "–" for row in rows for x in row.values())
     errors = ("contribution", "where", "what", "neither", "joint")
-    profiles = np.concatenate([tp.fit_additive(x.scores, pool=True).distance for x in tp.capture(model, TOKENS)])
+    read = tp.capture(model, TOKENS, layers=OPTIONS["layers"])
+    profiles = {x.layer: tp.fit_additive(x.scores, pool=True).distance.numpy() for x in read}
     for row, text in zip(rows, hover, strict=True):
         assert text.startswith(f"{row['head']}\nverdict: {row['verdict']}\n")
         assert all(f"\n{name}: {row[name]} ± {row[f'error of {name}']}\n" in text for name in errors)
@@ -294,7 +297,7 @@ def test_the_atlas_says_the_numbers_of_its_table_and_draws_profiles(made: tuple[
         for name in ("distance alone", "key alone", "held-out r", "added loss", "profile"):
             assert f"\n{name}: {row[name]}\n" in text
         layer, head = map(int, re.findall(r"\d+", row["head"]))
-        shown = profiles[8 * layer + head, [0, 1, 2, 4, 8, 16, 32]]
+        shown = profiles[layer][head, [0, 1, 2, 4, 8, 16, 32]]
         assert as_number(row["range"]) == pytest.approx(np.ptp(shown), abs=6e-3)
         line = row["profile"]
         assert (line[shown.argmin()], line[shown.argmax()], len(line)) == ("▁", "█", 7)
@@ -365,7 +368,8 @@ def test_what_was_analysed_and_how_to_do_it_again(made: tuple[Any, Document]) ->
     model, document = made
     assert f"tl_posdisent-demo ({type(model).__name__}" in document.text
     assert "2 texts of 48 tokens" in document.text
-    assert f"report(model, tokens, 'report.html', sections={list(SECTION_NAMES)!r}, control=2, seed=5)" in document.text
+    call = f"report(model, tokens, 'report.html', layers=[2, 4], sections={list(SECTION_NAMES)!r}, control=2, seed=5)"
+    assert call in document.text
     assert f"tl_posdisent {tp.__version__}" in document.text
 
 
