@@ -322,3 +322,30 @@ def test_texts_too_short_for_shares_are_said() -> None:
     with pytest.warns(UserWarning, match="recovered is NaN in every row, .* the shortest text has 2 tokens: give"):
         table = attention_ladder(model, tokens, layers=0, rungs=["distance"], progress=False)
     assert table["recovered"].isna().all()
+
+
+SIGNS = torch.tensor([1.0, -1.0])
+UNSURE = {
+    "loss": (1, None, "the loss by no more than a standard error, .* give more texts, or read recovered_kl"),
+    "metric": (
+        2,
+        lambda logits: logits[:, :, 7].mean(1) * SIGNS,
+        "the metric by no more than a standard error, .* texts$",
+    ),
+    "metric of one text": (
+        1,
+        lambda logits: logits.new_zeros(1),
+        "the metric by no more than rounding, .* more texts$",
+    ),
+}
+
+
+@pytest.mark.parametrize(("texts", "metric", "why"), UNSURE.values(), ids=UNSURE)
+def test_shares_that_errors_hide_are_said_although_predictions_change(texts: int, metric: Any, why: str) -> None:
+    model, tokens = load_demo_model(), demo_tokens(length=32 * texts).view(texts, 32)
+    options: dict[str, Any] = {"heads": "L1H3", "rungs": ["uniform"], "controls": [], "progress": False}
+    with pytest.warns(UserWarning, match=f"recovered is NaN in every row, because uniform attention changes {why}"):
+        table = attention_ladder(model, tokens, metric=metric, **options)
+    kl = table.set_index("rung")["kl"]
+    assert table["recovered"].isna().all()
+    assert kl["uniform"] > 1e-3

@@ -171,9 +171,9 @@ def attention_ladder(
         for place, (control, rung) in enumerate(runs)
     ]
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64", "blocks": "int64"})
+    _warn_without_shares(table, texts, metric)
     single = _OVER_TEXTS if len(texts.tokens) < 2 else []
     table = table.drop(columns=["value"] if metric is None else _OF_PREDICTIONS + single)
-    _warn_of_no_effect(table, texts)
     return reading.note(note_failures(table, found.failures, found.n_runs))
 
 
@@ -311,12 +311,20 @@ def _check_lengths(rungs: Sequence[AnyRung], texts: Texts, fitted: Texts, heads_
         )
 
 
-def _warn_of_no_effect(table: pd.DataFrame, texts: Texts) -> None:
-    """Warn if no share is defined."""
-    if len(table) and bool(table["recovered"].isna().all()):
-        warnings.warn(
-            "tokens: recovered is NaN in every row, because the attention of no chosen head changes the predictions by "
-            f"more than rounding; the shortest text has {plural(min(texts.lengths), 'token')}: give longer texts, or "
-            "other heads",
-            stacklevel=3,
+def _warn_without_shares(table: pd.DataFrame, texts: Texts, metric: Metric | None) -> None:
+    """Warn if no share is defined, and say why: the predictions do not change, or the loss does not surely."""
+    if not len(table) or not bool(table["recovered"].isna().all()):
+        return
+    if bool(table["recovered_kl"].isna().all()):
+        why = (
+            "the attention of no chosen head changes the predictions by more than rounding; the shortest text has "
+            f"{plural(min(texts.lengths), 'token')}: give longer texts, or other heads"
         )
+    else:
+        noise = "a standard error" if bool(table["error"].notna().any()) else "rounding"
+        instead = ", or read recovered_kl, the share of the divergence" if metric is None else ""
+        why = (
+            f"uniform attention changes the {'loss' if metric is None else 'metric'} by no more than {noise}, although "
+            f"the predictions change: give more texts{instead}"
+        )
+    warnings.warn(f"tokens: recovered is NaN in every row, because {why}", stacklevel=3)
