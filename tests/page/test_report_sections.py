@@ -75,17 +75,14 @@ def test_a_section_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pyt
     model = tp.load_demo_model()
     monkeypatch.setattr(page.sections, "head_ablation", fail)
     options = OPTIONS | {"layers": [4], "sections": ["additivity", "ablation"]}
-    with pytest.warns(UserWarning, match="the section ablation could not be measured: RuntimeError: out of"):
+    with pytest.warns(UserWarning, match="report were not measured: ablation: RuntimeError: out of"):
         document = Document(tp.report(model, TOKENS, tmp_path / "r.html", **options))
     assert document.wrong == []
     assert "Not measured: RuntimeError: out of <memory>" in said(document)
     assert len(document.rows("atlas")) == 8
     assert "added loss" not in document.rows("atlas")[0]
     options |= {"sections": ["ablation"]}
-    with (
-        pytest.warns(UserWarning, match="RuntimeError"),
-        pytest.raises(ValueError, match=r"none of the requested .*: RuntimeError"),
-    ):
+    with pytest.raises(ValueError, match=r"none of the requested .*: RuntimeError"):
         tp.report(model, TOKENS, tmp_path / "none.html", **options)
 
     measure = page.sections.controlled_distance
@@ -98,6 +95,17 @@ def test_a_section_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pyt
     document = Document(tp.report(model, TOKENS, tmp_path / "r.html", **options))
     assert "Not measured with random weights of seed 5: RuntimeError: out of <memory>." in said(document)
     assert len(document.rows("shares")) == 1
+
+
+def test_sections_that_are_not_measured_are_warned_of(tmp_path: Path) -> None:
+    """Once, with the reason, at the user's line: here of a text that makes one text alone."""
+    options: Any = OPTIONS | {"layers": [0], "sections": ["where_or_what", "additivity"]}
+    with pytest.warns(UserWarning, match="not measured") as caught:
+        tp.report(tp.load_demo_model(), tp.demo_text()[:150], tmp_path / "r.html", **options)
+    (warning,) = [x for x in caught if "not measured" in str(x.message)]
+    begin = "sections of the report were not measured: where_or_what: tokens must be at least two texts"
+    assert str(warning.message).startswith(begin)
+    assert warning.filename == __file__
 
 
 @pytest.mark.usefixtures("unchecked")

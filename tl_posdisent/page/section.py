@@ -20,6 +20,7 @@ from tl_posdisent.utils.tables import HEAD
 
 FAILURES = (ValueError, RuntimeError, MemoryError)
 """What a computation may raise without ending the report."""
+_MISSING = "Not measured: "
 
 
 class Settings(NamedTuple):
@@ -73,7 +74,6 @@ class Shown(NamedTuple):
         table: with its caption.
         titles: of the columns of the table, where they differ from their names.
         digits: decimals of its columns, where they are not 3.
-        table_first: whether the table is the answer, above the figures.
     """
 
     sentences: Sequence[str] = ()
@@ -81,7 +81,6 @@ class Shown(NamedTuple):
     table: tuple[pd.DataFrame, str] | None = None
     titles: Mapping[str, str] = {}
     digits: Mapping[str, int] = {}
-    table_first: bool = False
 
 
 Measure = Callable[[Subject, Settings], pd.DataFrame]
@@ -99,7 +98,6 @@ class Section(NamedTuple):
         beside_copies: makes the model's table of its measures and those of all random copies, if any; None where the
             table is what was measured.
         positions, tokens: the most that is read of each text, and of all texts together.
-        closed: whether all but the first sentence is closed at first, as the atlas and its panels show the same.
     """
 
     heading: str
@@ -110,7 +108,6 @@ class Section(NamedTuple):
     beside_copies: Callable[[pd.DataFrame, pd.DataFrame | None], pd.DataFrame] | None = None
     positions: int = POSITIONS
     tokens: int = TOKENS
-    closed: bool = False
 
 
 def measure_sections(sections: Mapping[str, Section], subject: Subject, settings: Settings) -> dict[str, Measured]:
@@ -122,11 +119,9 @@ def measure_sections(sections: Mapping[str, Section], subject: Subject, settings
     with tqdm(total=n_steps, desc="report", unit="section", disable=not settings.progress) as bar:
         for name, section in sections.items():
             bar.set_postfix_str(name)
-            measured[name] = _measure(name, section, subject, settings)
+            measured[name] = _measure(section, subject, settings)
             bar.update()
-        if all(one.trained is None for one in measured.values()):
-            reason = next(iter(measured.values())).notes[0]
-            raise ValueError(f"none of the requested sections can be measured: {reason}")
+        _warn_of_missing(measured)
         for seed, copy in random_copies(subject.model, seeds, settings.std):
             for name in with_baseline:
                 bar.set_postfix_str(f"{name}, random weights")
@@ -140,17 +135,25 @@ def measure_sections(sections: Mapping[str, Section], subject: Subject, settings
     return measured
 
 
-def _measure(name: str, section: Section, subject: Subject, settings: Settings) -> Measured:
+def _warn_of_missing(measured: Mapping[str, Measured]) -> None:
+    """Warn of sections that could not be measured, with the reasons; raise if there are no others."""
+    missing = {name: one.notes[0].removeprefix(_MISSING) for name, one in measured.items() if one.trained is None}
+    if len(missing) == len(measured):
+        raise ValueError(f"none of the requested sections can be measured: {next(iter(missing.values()))}")
+    if missing:
+        of_reason = {why: ", ".join(name for name in missing if missing[name] == why) for why in missing.values()}
+        reasons = "; ".join(f"{names}: {why}" for why, names in of_reason.items())
+        warnings.warn(f"sections of the report were not measured: {reasons}", stacklevel=5)
+
+
+def _measure(section: Section, subject: Subject, settings: Settings) -> Measured:
     """Measure a section, or note why that failed: an unsuitable input (``ValueError``) or a failed computation."""
     measured = Measured(subject.cut(section.positions, section.tokens))
     try:
         measured.trained = section.measure(measured.read, settings)
     except FAILURES as error:
-        reason = str(error)
-        if not isinstance(error, ValueError):
-            reason = f"{type(error).__name__}: {error}"
-            warnings.warn(f"the section {name} could not be measured: {reason}", stacklevel=4)
-        measured.notes.append(f"Not measured: {reason}")
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        measured.notes.append(f"{_MISSING}{kind}{error}")
     else:
         failures = measured.trained.attrs.get("failures", {}).items()
         measured.notes += [f"Not measured: {part}: {reason}." for part, reason in failures]
@@ -172,17 +175,14 @@ def _add_copy(measured: Measured, section: Section, reading: ModelReading, seed:
 def render_section(name: str, section: Section, measured: Measured, subject: Subject) -> Markup:
     """Render a section; without a measurement, its heading and the reason."""
     shown = Shown() if measured.trained is None else section.show(measured.trained, measured.random)
-    parts = [what for what, there in (("figure", shown.figures), ("table", shown.table)) if there]
     whole = "" if measured.read.tokens.shape == subject.tokens.shape else f", of {subject.sizes()}"
     return render(
         "section",
         id=name,
         heading=section.heading,
-        closed=section.closed and " and ".join(parts).capitalize(),
         sentences=shown.sentences,
         figures=[figure(drawn, of_figure) for drawn, of_figure in shown.figures],
         table=None if shown.table is None else _table(name, shown, subject),
-        table_first=shown.table_first,
         about=section.about,
         read=None if measured.trained is None else f"Read: {measured.read.sizes()}{whole}.",
         notes=measured.notes,
