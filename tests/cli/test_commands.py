@@ -19,10 +19,11 @@ from typer.testing import Result
 
 from tl_posdisent import additivity, demo_text, demo_tokens, load_demo_model, random_control, report
 from tl_posdisent.cli import app
-from tl_posdisent.cli.inputs import NAMES, check_in_range, check_name
+from tl_posdisent.cli.inputs import NAMES, check_in_range
 from tl_posdisent.cli.output import FORMATS, save
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.demo.demo_model import demo_hf_model
+from tl_posdisent.models.loading.names import check_name
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 SHORT = "fit --length 16 --layers 0 --texts 1 --control 0 --no-progress"
@@ -309,7 +310,11 @@ REFUSED = [
     (f"fit --out {'x' * 300}.csv", "out must be a file that can be written, got 'xxx"),
     ("report --out page.csv", "out must be a file such as table.html, ending in .html, got 'page.csv'"),
     ("report --out .", "out must be a file such as table.html, ending in .html, got '.'"),
-    ("fit --model ./none", "Repo id must use"),
+    ("fit --model ./none", "model must be the folder of a model, or a model's name, got './none', where no folder is"),
+    (
+        "head --after ~/none",
+        "after must be the folder of a model, or a model's name, got '~/none', where no folder is: ",
+    ),
     ("fit --model demoo", "model cannot be 'demoo': did you mean 'demo'?"),
     ("head --after SmolM2", "after cannot be 'SmolM2': did you mean 'smollm2'?"),
     ("fit --model ./model --text short.txt", "model must have a tokenizer, so that it can read a text, got ./model"),
@@ -323,7 +328,7 @@ REFUSED = [
 @pytest.mark.parametrize("name", ["google/gemma-3-270m", "gemma-3-270m", "gemma-2b", "smollm2-135m", *NAMES])
 def test_a_name_that_may_be_meant_is_not_refused(name: str) -> None:
     """Names of TransformerLens and of repositories near those of packaged models."""
-    check_name("model", name)
+    check_name("model", name, shell=True)
 
 
 @pytest.mark.parametrize("config", ["", "[]", "{}", '{"num_hidden_layers": 2, "num_attention_heads": [3, 3]}'])

@@ -138,6 +138,7 @@ WRONG = [
     "head L5H0",
     "head L30H0 --model smollm2",
     "head L0H0 --model demoo",
+    "fit --model {folder}/nothing",
     "report --heads 8",
     "report --layers 18 --model gemma3-270m",
     "report --section share",

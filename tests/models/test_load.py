@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from transformers import (
 from tl_posdisent import head_ablation, swap_positions
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.models.loading import convert as conversion
+from tl_posdisent.models.loading import load as loading
 from tl_posdisent.models.loading.convert import check_same_logits, hf_logits
 from tl_posdisent.models.loading.load import bridge_from_hf, check_backend, has_hooked, hooked_from_hf, load_model
 
@@ -254,15 +256,42 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_backend("auto")
 
 
-@pytest.mark.parametrize("name", ["no-one/no-such-model", Path("nowhere")])
-def test_a_model_that_is_not_there_is_transformers_own_error(name: Any) -> None:
-    with pytest.raises(OSError, match=r"nowhere|find them in the cached files"):
+@pytest.mark.parametrize(("name", "why"), [("no-one/no-such-model", "couldn't connect"), ("x/y/z", "Repo id must be")])
+def test_a_repository_that_is_not_there(name: str, why: str) -> None:
+    """The name and those that need no repository come before the words of transformers, whose error is the cause."""
+    message = f"^'{name}' is no folder here, .*: smollm2, gemma3-270m; .*load_demo_model.*: .*{why}"
+    with pytest.raises(OSError, match=message) as caught:
         load_model(name)
+    assert why in str(caught.value.__cause__)
 
 
-def test_what_names_no_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="name_or_dir"):
-        load_model("")
+def test_what_transformers_says_of_a_repository_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = OSError("no-one/model does not appear to have a file named config.json")
+    monkeypatch.setattr(loading, "read_checkpoint", Mock(side_effect=error))
+    with pytest.raises(OSError, match=r"^no-one/model does not appear") as caught:
+        load_model("no-one/model")
+    assert caught.value is error
+
+
+PATHS = ["/no/folder", "./smollm2", "../none", "~/none", Path("nowhere"), Path("no-one/model")]
+NO_NAMES: dict[Any, str] = {
+    "": "must be the folder of a model, or a model's name, got ''",
+    **{x: f"must be the folder of a model, or a model's name, got '{x}', where no folder is" for x in PATHS},
+    "~/none": "must be .*, where no folder is: write ~ as Path.home()",
+    **{x: f"cannot be '{x}': did you mean 'smollm2'?" for x in ("smolm2", "SmolLM2", "smollm-2")},
+    **{x: rf"cannot be '{x}': did you mean load_demo_model\(\)" for x in ("demo", "Demo")},
+}
+
+
+@pytest.mark.parametrize(("name", "message"), NO_NAMES.items(), ids=[repr(x) for x in NO_NAMES])
+def test_what_names_no_model_is_refused(
+    name: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before TransformerLens, or a network, is asked."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "_lens", Mock(side_effect=AssertionError))
+    with pytest.raises(ValueError, match=f"^name_or_dir {message}"):
+        load_model(name, backend="hooked")
 
 
 def test_a_gguf_file_is_left_to_transformers(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import math
 import re
@@ -15,6 +14,7 @@ from typing import Any
 
 from tl_posdisent.cli.output import note
 from tl_posdisent.cli.threads import limit_threads
+from tl_posdisent.models.loading.names import check_name
 from tl_posdisent.models.loading.packaged import PACKAGED
 from tl_posdisent.utils.errors import ArgumentError, brief, naming
 from tl_posdisent.utils.files import decode_text, found_at
@@ -92,23 +92,13 @@ def load_and_read(
 
     The packaged text is the default; a note says so for models other than the demo model.
     """
-    check_name("model", model)
+    check_name("model", model, shell=True)
     check_in_range(model, layers, heads)
     words = read_text(text)
     loaded = load(model, backend, device, dtype)
     if text is None and model != "demo":
         note("text: the demo text; --text names another")
     return loaded, words
-
-
-def check_name(option: str, model: str) -> None:
-    """Refuse a misspelt ``demo`` or ``smollm2``: looking for it elsewhere takes long.
-
-    No repository and no short name of TransformerLens is so near to these two; ``google/gemma-3-270m`` is one.
-    """
-    near = difflib.get_close_matches(model.lower(), NAMES[:2], 1, 0.85)
-    if near and model not in NAMES and found_at(model) is None:
-        raise ArgumentError(option, f"cannot be {brief(model)}: did you mean {near[0]!r}?")
 
 
 def check_in_range(model: str, layers: Any, heads: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from tl_posdisent.cli.inputs import check_name, load, load_and_read
+from tl_posdisent.cli.inputs import load, load_and_read
 from tl_posdisent.cli.options import (
     MOST,
     Backend,
@@ -21,6 +21,7 @@ from tl_posdisent.cli.options import (
     TextFile,
 )
 from tl_posdisent.cli.output import answering, check_out, grid, number, save, show
+from tl_posdisent.models.loading.names import check_name
 from tl_posdisent.utils.errors import naming
 from tl_posdisent.utils.labels import from_label
 
@@ -76,7 +77,7 @@ def head(
     with answering():
         check_out(out)
         if after is not None:
-            check_name("after", after)
+            check_name("after", after, shell=True)
         with naming(heads="head"):
             from_label(name)
             loaded, words = load_and_read(model, text, backend, device, dtype, heads=name)

@@ -13,6 +13,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tl_posdisent.models.loading.checkpoint import read_checkpoint
@@ -23,8 +24,9 @@ from tl_posdisent.models.loading.convert import (
     to_hooked,
 )
 from tl_posdisent.models.loading.converted import read_packaged
+from tl_posdisent.models.loading.names import NEEDED, check_name
 from tl_posdisent.models.loading.packaged import PACKAGED
-from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.errors import ArgumentError, brief
 from tl_posdisent.utils.files import found_at
 from tl_posdisent.utils.validation import check_choice, check_integer, first_line, shown
 
@@ -202,24 +204,42 @@ def as_backend(
     return bridge_from_hf(hf_model, tokenizer=tokenizer)
 
 
-def _source(name_or_dir: Any) -> str | Path:
-    """Return an existing folder or a model's name, that of its repository if TransformerLens has a short one."""
+def _check_source(name_or_dir: Any) -> None:
+    """Refuse what cannot be the folder or the name of a model."""
     if not isinstance(name_or_dir, (str, Path)) or not str(name_or_dir).strip():
-        raise ArgumentError(
-            "name_or_dir", f"must be the folder of a model, or a model's name, got {shown(name_or_dir)}"
-        )
-    if found_at(name_or_dir) == "folder":
-        return Path(name_or_dir)
-    if str(name_or_dir).endswith(".gguf"):
+        raise ArgumentError("name_or_dir", f"{NEEDED} {shown(name_or_dir)}")
+    if str(name_or_dir).endswith(".gguf") and found_at(name_or_dir) != "folder":
         raise ArgumentError(
             "name_or_dir",
-            "must be the folder of a model, or a model's name, got a GGUF file: load it with transformers, "
+            f"{NEEDED} a GGUF file: load it with transformers, "
             "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name), and pass that model to bridge_from_hf",
         )
-    if isinstance(name_or_dir, str):
-        with contextlib.suppress(ValueError):  # raised if the name is already a repository
-            return str(_lens(*_OFFICIAL_NAME)(name_or_dir))
+    check_name("name_or_dir", name_or_dir)
+
+
+def _source(name_or_dir: str | Path) -> str | Path:
+    """Return an existing folder or a model's name, that of its repository if TransformerLens has a short one."""
+    if found_at(name_or_dir) == "folder":
+        return Path(name_or_dir)
+    with contextlib.suppress(ValueError):  # raised if the name is already a repository
+        return str(_lens(*_OFFICIAL_NAME)(name_or_dir))
     return name_or_dir
+
+
+def _read(
+    name_or_dir: str | Path, source: str | Path, dtype: torch.dtype, n_ctx: int | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Read a folder or a repository; say the name of a repository that is not there or cannot be reached."""
+    try:
+        return read_checkpoint(source, dtype=dtype, n_ctx=n_ctx)
+    except OSError as error:
+        if not isinstance(error.__cause__, (RepositoryNotFoundError, LocalEntryNotFoundError, HFValidationError)):
+            raise
+        raise OSError(
+            f"{brief(name_or_dir)} is no folder here, and no model of this name can be read from the Hugging Face hub "
+            f"or its cache (packaged models: {', '.join(PACKAGED)}; the demo model: load_demo_model()): "
+            f"{first_line(error)}"
+        ) from error
 
 
 def load_model(
@@ -249,12 +269,13 @@ def load_model(
         never read.
 
     Raises:
-        ValueError: unknown backend, device or dtype; a GGUF file; a tensor that is missing, has another shape than
-            ``config.json`` states, or that the model would ignore; a folder with ``model.safetensors``
-            beside shards, or with an adapter beside either; ``n_ctx`` for a model whose rotation depends on its
-            context (dynamic NTK, longrope); a package that is not installed; a model that fails, that the backend
-            cannot represent, or whose logits are not finite in this dtype. Whatever transformers cannot load is its
-            own error, such as an ``OSError`` for a name that is neither on the hub nor in its cache.
+        ValueError: unknown backend, device or dtype; a path where no folder is; a GGUF file; a tensor that is
+            missing, has another shape than ``config.json`` states, or that the model would ignore; a folder with
+            ``model.safetensors`` beside shards, or with an adapter beside either; ``n_ctx`` for a model whose rotation
+            depends on its context (dynamic NTK, longrope); a package that is not installed; a model that fails, that
+            the backend cannot represent, or whose logits are not finite in this dtype. Whatever transformers cannot
+            load is its own error.
+        OSError: a name that is neither on the hub nor in its cache, or a hub that cannot be reached.
 
     >>> import tempfile
     >>> from tl_posdisent.demo.demo_model import demo_hf_model
@@ -263,19 +284,22 @@ def load_model(
     ...     load_model(folder)(torch.tensor([[1, 2, 3]])).shape
     torch.Size([1, 3, 1024])
     """
+    packaged = isinstance(name_or_dir, str) and name_or_dir in PACKAGED  # even if there is a folder of this name
+    if not packaged:
+        _check_source(name_or_dir)
     check_backend(backend)
     check_device(device)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _DTYPES):
         raise ArgumentError("dtype", f"must be {', '.join(map(str, _DTYPES))} or None, got {shown(dtype)}")
     if n_ctx is not None:
         check_integer("n_ctx", n_ctx, 1)
-    if isinstance(name_or_dir, str) and name_or_dir in PACKAGED:  # even if there is a folder of this name
-        hf_model, tokenizer = read_packaged(name_or_dir, dtype=dtype or torch.float32, n_ctx=n_ctx)
+    if packaged:
+        hf_model, tokenizer = read_packaged(str(name_or_dir), dtype=dtype or torch.float32, n_ctx=n_ctx)
     else:
         source = _source(name_or_dir)
         if device is None and isinstance(source, str):
             device = str(_lens("transformer_lens.utilities.devices.get_device")())
-        hf_model, tokenizer = read_checkpoint(source, dtype=dtype or torch.float32, n_ctx=n_ctx)
+        hf_model, tokenizer = _read(name_or_dir, source, dtype or torch.float32, n_ctx)
     if device is not None:
         hf_model.to(device)
     return as_backend(hf_model, tokenizer, backend)
