@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from tl_posdisent import demo_tokens, describe_head, load_demo_model, remap_distance, where_or_what
 from tl_posdisent.experiments import HeadDescription
+from tl_posdisent.experiments.where_what import describe_head as describing
 from tl_posdisent.experiments.where_what.replacements import CONSTANTS
 from tl_posdisent.experiments.where_what.sentences import (
     Cost,
@@ -290,13 +292,17 @@ def test_figures(found: HeadDescription) -> None:
         ({"head": "L0H9"}, "head must be L0H0 to L0H4, as labels or as pairs"),
         ({"key": 3}, r"key must be None without query=\(text, position\), got 3"),
         ({"query": 7}, r"query must be a pair \(text, position\), got 7"),
+        ({"query": (12, 3)}, r"query must be an integer from 0 to 11 \(the measured texts\), got 12"),
         ({"query": (0, 64)}, "query must be an integer from -64 to 63"),
         ({"query": (0, 0)}, "query must see two keys or more, got position 0, which sees one"),
         ({"query": (0, 5), "key": 6}, "key must be a position that query 5 sees, got 6"),
+        ({"query": (0, 5), "key": 64}, "key must be an integer from -64 to 63, got 64"),
     ],
     ids=lambda x: ", ".join(x) if isinstance(x, dict) else "",
 )
-def test_refusals(changed: dict[str, Any], message: str) -> None:
+def test_refusals(changed: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them before the runs."""
+    monkeypatch.setattr(describing, "measure_head", Mock(side_effect=AssertionError))
     arguments = {"tokens": TEXTS, "head": "L0H1"} | changed
     with pytest.raises(ValueError, match=f"^{message}"):
         describe_head(wrapped("bridge"), **arguments, **QUIET)

@@ -9,7 +9,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.where_what.head_description import HeadDescription
-from tl_posdisent.experiments.where_what.head_example import measure_example
+from tl_posdisent.experiments.where_what.head_example import check_place, measure_example
 from tl_posdisent.experiments.where_what.head_looks import measure_looks
 from tl_posdisent.experiments.where_what.head_runs import measure_head
 from tl_posdisent.experiments.where_what.replacements import folds
@@ -94,11 +94,13 @@ def describe_head(
     check_free(model, [(spec.layer, number)])
     with running(model) as p, p.counting_tokens() as counts:
         texts, of_folds = folds(reading, tokens, heldout, chosen, ignore)
+        # A place is refused before the runs, which take most of the time.
+        asked = None if query is None else check_place(spec, texts, query, key)
         total = len(texts.tokens) * len(of_folds[0].replacements)
         with tqdm(total=total, desc="runs", disable=not progress) as bar:
             runs = measure_head(reading, of_folds, (spec.layer, number), bar)
-        place = runs.largest() if query is None else query
-        example = measure_example(reading, spec, number, texts, place, key)
+        place = asked or check_place(spec, texts, runs.largest(), None)
+        example = measure_example(reading, spec, number, texts, place)
         example = replace(example, contribution=runs.contribution_at(example.text, example.query))
         looks = measure_looks(reading, texts, chosen, numbers, seed)
     passes = sum(counts) / sum(texts.lengths) / len(model.blocks)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
-from jaxtyping import Float64, Int
+from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.experiments.residual_stream.score_sources import ScoreSources, score_sources
@@ -19,7 +19,7 @@ from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import Texts, token_words
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_integer
+from tl_posdisent.utils.validation import check_integer, shown
 
 _SOURCES: Final = 3  # of each side that a sentence names
 
@@ -120,29 +120,43 @@ class HeadExample:
         return f"{self.words[key]!r} (distance {distance}, attention {self.attention[key]:.2f})"
 
 
-def measure_example(
-    reading: ModelReading, spec: AttentionSpec, head: int, texts: Texts, place: tuple[int, int], key: int | None
-) -> HeadExample:
-    """Explain one query of a head.
+class Place(NamedTuple):
+    """A query to explain: its text, its position there, and that of a key; None for that of the largest attention."""
 
-    Args:
-        place: the text, and the position of the query in it.
-        key: the key to explain; None for that of the largest attention.
+    text: int
+    query: int
+    key: int | None
+
+
+def check_place(spec: AttentionSpec, texts: Texts, query: Any, key: Any) -> Place:
+    """Validate a query, as a pair (text, position), and a key or None, each without running the model.
 
     Raises:
         ValueError: a text or position that is not there; a query that sees a single key; a key that it does not see.
     """
-    model = reading.model
-    text, query, ids = _query(spec, texts, place)
-    length = ids.shape[1]
-    sees = spec.sees(query - torch.arange(length))
+    if not isinstance(query, (tuple, list)) or len(query) != 2:
+        raise ArgumentError("query", f"must be a pair (text, position), got {shown(query)}")
+    text = check_integer("query", query[0], 0, len(texts.tokens) - 1, why="the measured texts")
+    length = texts.lengths[text]
+    position = check_integer("query", query[1], -length, length - 1, why="positions of this text") % length
+    sees = spec.sees(position - torch.arange(length))
     if int(sees.sum()) < 2:
-        raise ArgumentError("query", f"must see two keys or more, got position {query}, which sees one")
+        raise ArgumentError("query", f"must see two keys or more, got position {position}, which sees one")
+    key = None if key is None else check_integer("key", key, -length, length - 1) % length
+    if key is not None and not sees[key]:
+        raise ArgumentError("key", f"must be a position that query {position} sees, got {key}")
+    return Place(text, position, key)
+
+
+def measure_example(reading: ModelReading, spec: AttentionSpec, head: int, texts: Texts, place: Place) -> HeadExample:
+    """Explain one query of a head."""
+    model = reading.model
+    text, query, key = place
+    ids = texts.unpadded()[text][None]
+    sees = spec.sees(query - torch.arange(ids.shape[1]))
     attention = _attention(model, spec, head, ids, query)
     largest = attention.masked_fill(~sees, -1.0).argsort(descending=True).tolist()
-    key = largest[0] if key is None else check_integer("key", key, -length, length - 1) % length
-    if not sees[key]:
-        raise ArgumentError("key", f"must be a position that query {query} sees, got {key}")
+    key = largest[0] if key is None else key
     content, distance, scores = _parts(model, spec, head, ids, query)
     prefers = int(content.masked_fill(~sees, -torch.inf).argmax())
     other = prefers if prefers != key else next(x for x in largest if x != key)
@@ -168,16 +182,6 @@ def measure_example(
         without_effect,
         {} if effect is None else _effect_words(model, ids, effect),
     )
-
-
-def _query(spec: AttentionSpec, texts: Texts, place: Any) -> tuple[int, int, Int[Tensor, "1 pos"]]:
-    """Validate the text and the position of a query, and return them with the text's tokens."""
-    if not isinstance(place, (tuple, list)) or len(place) != 2:
-        raise ArgumentError("query", f"must be a pair (text, position), got {place!r}")
-    text = check_integer("query", place[0], 0, len(texts.tokens) - 1, why="the measured texts")
-    ids = texts.unpadded()[text][None]
-    length = ids.shape[1]
-    return text, check_integer("query", place[1], -length, length - 1, why="positions of this text") % length, ids
 
 
 def _attention(model: Any, spec: AttentionSpec, head: int, ids: Tensor, query: int) -> Float64[Tensor, " pos"]:
