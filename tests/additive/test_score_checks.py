@@ -47,10 +47,22 @@ def test_masked_cells_inside_the_mask_are_refused(function: Callable[..., Any], 
                 scores = masked(scores_of(dtype), cells, value, how)
                 n = int((~cells & allowed(LENGTH, LENGTH, **options)).sum()) * 6 - 1
                 with pytest.raises(
-                    ValueError, match=rf"inside the mask, got -.* at index .* and {n} more such cells; "
+                    ValueError, match=rf"inside the mask, got -.* at index .* and {n} more such cells; pass the mask"
                 ):
                     function(scores, **options)
                 function(scores, mask=cells)  # what was advised
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_cells_that_no_mask_explains_are_told_first(value: float) -> None:
+    """Also behind a masked cell, and in a pattern."""
+    scores = scores_of(torch.float32)
+    scores[..., 5, 2], scores[..., 7, 3] = -torch.inf, value
+    for function in (fit_additive, fit_attention):
+        with pytest.raises(ValueError, match=rf"got {value} at .*query 7, key 3.* the model's weights or activations"):
+            function(scores)
+    with pytest.raises(ValueError, match=r"got NaN among .*; the model's weights"):
+        fit_attention(pattern=scores.masked_fill(~allowed(LENGTH, LENGTH), -torch.inf).softmax(-1))
 
 
 @pytest.mark.parametrize("size", [0.01, 100.0, 1e4])

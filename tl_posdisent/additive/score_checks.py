@@ -92,12 +92,16 @@ def refuse_non_finite(scores: Tensor, cells: Cells, squares: Float64[Tensor, "*m
         return
     bad = ~_is_finite(scores) & cells.to_mask()
     if bool(bad.any()):
-        first = tuple(bad.nonzero()[0].tolist())
+        masked = bad & (scores < 0)
+        no_masks = bad & ~masked  # NaN and inf, which no mask explains
+        first = tuple((no_masks if bool(no_masks.any()) else masked).nonzero()[0].tolist())
+        advice = 'pass the mask that the model used: mask="causal", window=, or a boolean tensor'
+        if bool(no_masks.any()):
+            advice = "the model's weights or activations are not finite: check them, or run it in float32 or bfloat16"
         raise ArgumentError(
             "scores",
             f"must be finite inside the mask, got {scores[first].item():g} at index {first} (query {first[-2]}, key "
-            f"{first[-1]}) and {int(bad.sum()) - 1} more such cells; pass the mask that the model used: "
-            'mask="causal", window=, or a boolean tensor',
+            f"{first[-1]}) and {int(bad.sum()) - 1} more such cells; {advice}",
         )
 
 

@@ -65,7 +65,7 @@ def check_product(
         return
     real = real_tokens(~hidden)  # a text without keys may have scores of any size
     if not bool((right | ~real[..., None]).all()) or not bool(real.any(-1).all()):
-        raise disagreement(spec, rest.shape[-1])
+        raise disagreement(spec, rest)
 
 
 def real_tokens(visible: Bool[Tensor, "batch head query key"]) -> Bool[Tensor, "batch 1 pos"]:
@@ -108,9 +108,10 @@ def check_scores(
     hidden = hidden_keys(rest, rounding)
     more = bool((~hidden & ~inside).any())
     if more or bool((hidden & spec.is_masked(shown) & inside).any()):
+        spec.refuse_nan(rest)
         raise ValueError(spec.other_mask(k_rot.shape[1], more=more))
     if not bool(((rest.abs() <= rounding) | ~inside).all()):
-        raise disagreement(spec, k_rot.shape[1])
+        raise disagreement(spec, rest)
 
 
 @torch.no_grad()
@@ -129,7 +130,7 @@ def check_pattern(
     expected, units = masked_softmax(scores, inside), 16 * torch.finfo(torch.promote_types(shown.dtype, dtype)).eps
     rounding = 2 * product_rounding(spec, q_rot, k_rot, shown.dtype, dtype) + units
     if not bool(((shown - expected).abs() <= rounding * expected + units).all()):
-        raise disagreement(spec, k_rot.shape[1])
+        raise disagreement(spec, shown - expected)
 
 
 def check_result(
@@ -145,9 +146,14 @@ def check_result(
         )
 
 
-def disagreement(spec: AttentionSpec, length: int) -> ValueError:
-    """Return the error for scores that are not those of the reading, or raise that for a text beyond its length."""
-    spec.check_length(length, "scores that are recomputed from queries and keys")
+def disagreement(spec: AttentionSpec, rest: Float[Tensor, "batch head row key"]) -> ValueError:
+    """Return the error for scores that are not those of the reading, or raise that for NaN or a text beyond its length.
+
+    Args:
+        rest: scores (a pattern) less what the reading gives.
+    """
+    spec.refuse_nan(rest)
+    spec.check_length(rest.shape[-1], "scores that are recomputed from queries and keys")
     return ValueError(
         f"scores of layer {spec.layer} of {spec.architecture} are not what its queries, keys and rotation give at the "
         "positions 0, 1, 2 …: packed texts, positions with gaps, padding or a bias that cannot be seen here, or other "

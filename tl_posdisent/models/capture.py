@@ -276,6 +276,7 @@ def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None
         return
     outside = ~spec.sees(rows[:, None] - positions)
     if bool((shown[:, :, rows][..., outside] != 0).any()):  # a 0 inside the mask is no sign of another mask
+        spec.refuse_nan(shown)
         raise ValueError(spec.other_mask(shown.shape[-1], more=True))
     check_pattern(spec, q_rot, k_rot, shown[:, :, rows], q.dtype, rows)
 

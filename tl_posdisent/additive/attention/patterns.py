@@ -65,11 +65,13 @@ def pattern_of_pattern(systems: Systems, pattern: Tensor) -> PatternBlocks:
             x = pattern[chosen][..., rows, columns].double().masked_fill(~inside, 0.0)
             total, used = x.sum(-1), inside.any(-1)
             if not bool((x >= 0).all()) or not bool((((total - 1).abs() <= tolerance) | ~used).all()):
+                got, advice = "other rows", "pass the mask that the model used, or scores as the first argument"
+                if bool(x.isnan().any()):
+                    got, advice = "NaN", "the model's weights or activations are not finite"
                 raise ArgumentError(
                     "pattern",
                     "must be attention after the softmax: not negative, with rows that add up to 1 within the mask, "
-                    f"got other rows among the queries {rows.start} to {rows.stop - 1}; pass the mask that the model "
-                    "used, or scores as the first argument",
+                    f"got {got} among the queries {rows.start} to {rows.stop - 1}; {advice}",
                 )
             yield chosen, rows, columns, x.div_(torch.where(used, total, 1.0)[..., None])
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -72,8 +71,8 @@ class AttentionSpec(Geometry):
         architecture: the model's architecture, for messages.
         taps: its hooks.
         limits: what cannot be read or edited.
-        points: the model's hook points by their names in ``taps``, in the order in which they fire. In a bridge a hook
-            point has another name of its own.
+        points: the names in ``taps``, in the order in which the hooks fire, by the name of the hook point, which
+            differs in a bridge.
         sinks: logits of learned attention sinks, one for each head; None without. They are the model's own.
     """
 
@@ -81,7 +80,7 @@ class AttentionSpec(Geometry):
     architecture: str
     taps: Taps = Taps()
     limits: Limits = Limits()
-    points: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    points: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     sinks: Float[Tensor, " head"] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -106,7 +105,16 @@ class AttentionSpec(Geometry):
         hidden = scores <= (half if self.limits.masked_below > half else self.limits.masked_below)
         more = bool((~self.is_masked(scores) & ~inside).any())
         if more or bool((hidden & inside).any()):
+            self.refuse_nan(scores)
             raise ValueError(self.other_mask(scores.shape[-1], more=more))
+
+    def refuse_nan(self, scores: Float[Tensor, "*cells"]) -> None:
+        """Raise for scores (a pattern) with NaN or inf, the reason for whatever else is wrong with them."""
+        if bool((scores.isnan() | scores.isposinf()).any()):
+            raise ValueError(
+                f"scores of layer {self.layer} of {self.architecture} contain NaN or inf: the model's weights or "
+                "its activations do. Check the weights; if they are in float16, load them in bfloat16 or float32"
+            )
 
     def other_mask(self, length: int, *, more: bool = False) -> str:
         """Return the error message for a mask other than the one read; raise if the text is longer than it holds.
