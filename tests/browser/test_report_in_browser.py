@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 Open = Callable[..., Any]
 
 ATTACK = "window.pwned = true"
+_OPEN = "(open) => document.querySelectorAll('details').forEach(x => { x.open = open ?? true; })"
 # The scripts have run, the last of which defines this function, and all figures are there.
 _DRAWN = "() => window.openHead && [...document.querySelectorAll('.plot')].every(x => x.querySelector('.main-svg'))"
 # Labels of a figure that lie over each other, as text; and those that its edge cuts off.
@@ -93,6 +94,7 @@ def test_everything_is_drawn(shown: Open) -> None:
     ids = page.page.locator("section").evaluate_all("all => all.map(x => x.id)")
     first, *others = [name for name in SECTION_NAMES if name != ON_REQUEST]
     assert ids == [first, "atlas", *others, "reproduce"]
+    page.page.evaluate(_OPEN)
     assert page.page.locator(".plot").count() == 6
     boxes = page.page.locator(".plot .main-svg").evaluate_all(
         "all => all.map(x => x.getBoundingClientRect()).map(b => [b.width, b.height])"
@@ -109,6 +111,7 @@ def test_everything_is_drawn(shown: Open) -> None:
 
 def test_a_cell_says_its_number_and_leads_to_its_head(shown: Open) -> None:
     page = shown()
+    page.page.get_by_role("link", name="What the scores look like").click()
     map_of_r = page.page.locator("#additivity .plot").first
     map_of_r.scroll_into_view_if_needed()
     box = map_of_r.locator(".nsewdrag").bounding_box()
@@ -282,17 +285,19 @@ def test_undecided_heads_are_marked_by_a_line(shown: Open) -> None:
 
 
 def test_the_map_by_keyboard(shown: Open) -> None:
-    """Arrow keys choose a head, which is read out and framed, up to the edge of the map; Enter opens its panel."""
+    """Arrow keys choose a head, whose numbers are below the map, up to the edge; Enter opens its panel."""
     page = shown()
-    plot, said = page.page.locator("#atlas .plot").first, page.page.locator("#atlas-head")
-    assert plot.get_attribute("tabindex") == "0"
-    plot.focus()
+    plot, said = page.page.locator("#atlas .plot").first, page.page.locator("#atlas figure:has(.plot) output")
+    page.page.get_by_label("Horizontal axis").focus()
+    page.page.keyboard.press("Tab")
     assert said.inner_text().startswith("L0H0; verdict: ")
     for key in ("ArrowUp", "ArrowDown", "ArrowRight", "ArrowRight", "ArrowDown", "ArrowLeft"):
         page.page.keyboard.press(key)
     assert said.inner_text().startswith("L2H1; verdict: ")
-    frame = page.page.evaluate("() => document.querySelector('#atlas .plot').layout.shapes[0]")
-    assert [frame[name] for name in ("x0", "x1", "y0", "y1")] == [0.5, 1.5, 1.5, 2.5]
+    cells, ring = (page.page.locator(f"#atlas {x}").bounding_box() for x in (".nsewdrag", ".ring:visible"))
+    for side, start, size, at in (("width", "x", cells["width"] / 8, 1), ("height", "y", cells["height"] / 5, 2)):
+        assert ring[side] == pytest.approx(size, abs=1)
+        assert ring[start] == pytest.approx(cells[start] + at * size, abs=1)
     page.page.keyboard.press("Enter")
     page.page.wait_for_url("**#L2H1")
     expect(page.page.locator("#panel h3")).to_have_text("L2H1")
@@ -300,8 +305,163 @@ def test_the_map_by_keyboard(shown: Open) -> None:
     for _ in range(9):
         page.page.keyboard.press("ArrowRight")
     assert said.inner_text().startswith("L2H7; verdict: ")
-    page.page.keyboard.press("Tab")
-    assert page.page.evaluate("() => document.activeElement !== document.querySelector('#atlas .plot')")
+    for key, label in (("Home", "L2H0"), ("End", "L2H7")):
+        page.page.keyboard.press(key)
+        assert said.inner_text().startswith(f"{label}; verdict: ")
+
+
+@pytest.mark.parametrize("figure", ["map", "plane", "scatter plot"])
+def test_arrow_keys_lead_from_each_head_to_all_others(figure: str, shown: Open) -> None:
+    """To one that lies in the direction of the key; Home and End to the outermost."""
+    page = shown()
+    if figure == "scatter plot":
+        page.page.get_by_label("Horizontal axis").select_option("share_distance")
+    plot = page.page.locator(f"#{'where_or_what' if figure == 'plane' else 'atlas'} .plot")
+    n_heads, reached, sideways = plot.evaluate(
+        """(plot) => {
+          const all = marksOf(plot), moves = Object.values(steps), reached = new Set([all[0]]), wrong = [];
+          for (const from of reached) for (const [right, down] of moves) {
+            const to = nearest(all, from, [right, down]);
+            if ((to.x - from.x) * right + (to.y - from.y) * down < -0.5) wrong.push([from.label, to.label]);
+            reached.add(to);
+          }
+          return [all.length, reached.size, wrong];
+        }"""
+    )
+    assert (n_heads, reached, sideways) == (40, 40, [])
+
+
+@pytest.mark.parametrize("width", [1100, 390])
+def test_what_is_said_below_a_figure_is_what_one_reads_by_pointing(width: int, shown: Open) -> None:
+    """Of each head in the plane and in the map, in the digits of plotly; and no text is too high to be shown."""
+    page = shown(width=width)
+    for figure in ("where_or_what", "atlas"):
+        differences = page.page.locator(f"#{figure} .plot").evaluate(
+            """(plot) => marksOf(plot).map((mark) => {
+              const said = textOf(plot, mark), [xval, yval] = [mark.pointNumber[1], mark.pointNumber[0]];
+              Plotly.Fx.unhover(plot);
+              Plotly.Fx.hover(plot, [{ curveNumber: mark.curveNumber, ...(mark.cell ? { xval, yval } : mark) }]);
+              const lines = [...plot.querySelectorAll(".hovertext .line")].map((line) => line.textContent);
+              Plotly.Fx.unhover(plot);
+              return [said.replaceAll("−", "-"), lines.join("; ")];
+            }).filter(([one, other]) => one !== other)"""
+        )
+        assert differences == []
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_what_is_chosen_is_framed_beside_its_numbers(width: int, dark: bool, shown: Open) -> None:
+    """By keyboard, in the plane: the frame, the numbers and the figure are in view; Enter, and Escape back."""
+    page = shown(width=width, dark=dark)
+    figure = page.page.locator("#where_or_what figure")
+    plane, said, ring = (figure.locator(x) for x in (".plot", "output", ".ring"))
+    while not plane.evaluate("x => x === document.activeElement"):
+        page.page.keyboard.press("Tab")
+    largest = page.page.locator("#table-atlas tbody tr a").first.inner_text()
+    assert said.inner_text().startswith(f"{largest}: ")
+    for key in ("Home", "ArrowRight", "ArrowUp", "End", "ArrowLeft"):
+        page.page.keyboard.press(key)
+        label, _, numbers = said.inner_text().partition(": ")
+        assert "standard error over texts" in numbers
+        (x, y), corner, frame = plane.evaluate(_MARKER, label), plane.bounding_box(), ring.bounding_box()
+        middle = frame["x"] + frame["width"] / 2 - corner["x"], frame["y"] + frame["height"] / 2 - corner["y"]
+        assert middle == pytest.approx((x, y), abs=2)
+        expect(ring).to_be_in_viewport(ratio=1)
+        expect(said).to_be_in_viewport(ratio=1)
+        assert frame["y"] + frame["height"] < said.bounding_box()["y"]
+    style = ring.evaluate("x => [getComputedStyle(x).borderTopColor, getComputedStyle(x).outlineColor]")
+    assert style == ["rgb(0, 0, 0)", "rgb(255, 255, 255)"]  # black between white: in grey on every colour
+    assert figure.evaluate("x => getComputedStyle(x).outlineStyle") == "solid"  # the focus
+    page.screenshot(f"report_chosen_{width}{'_dark' if dark else ''}")
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_url(f"**#{label}")
+    expect(page.page.locator("#panel")).to_be_focused()
+    row = page.page.locator("#table-atlas tr", has=page.page.locator(f"#{label}"))
+    assert "inset" in row.locator("td").first.evaluate("x => getComputedStyle(x).boxShadow")  # lines, not only a colour
+    page.page.keyboard.press("Escape")
+    expect(plane).to_be_focused()
+
+
+def test_each_figure_is_one_stop_of_the_tab_key(shown: Open) -> None:
+    """With all sections and a panel open; and so is the score map."""
+    page = shown()
+    page.page.evaluate(_OPEN)
+    page.page.locator("#table-atlas tbody tr a").first.click()
+    page.page.locator("h1").click()
+    figures = page.page.locator("figure:visible")
+    stops = figures.evaluate_all(
+        "all => all.map(x => [...x.querySelectorAll('*')].filter(y => y.tabIndex >= 0 && y.checkVisibility()).length)"
+    )
+    assert stops == [1] * 9
+    reached: list[int] = []
+    while not reached or page.page.evaluate("() => document.activeElement !== document.body"):
+        page.page.keyboard.press("Tab")
+        reached.append(figures.evaluate_all("all => all.findIndex(x => x.contains(document.activeElement))"))
+    assert [n for n in reached if n >= 0] == [*range(9)]
+    assert len(reached) < 80
+
+
+def test_the_score_map_by_keyboard(shown: Open) -> None:
+    page = shown()
+    page.page.locator("#table-atlas tbody tr a").first.click()
+    canvas, said = (page.page.locator(f"#panel .scores {x}") for x in ("canvas", "output"))
+    canvas.focus()
+    for key in ("ArrowRight", "ArrowDown", "ArrowDown", "ArrowRight"):
+        page.page.keyboard.press(key)
+    assert "(2), key “" in said.inner_text()
+    assert "(1): score " in said.inner_text()
+    page.page.keyboard.press("End")
+    assert said.inner_text().endswith("(47): masked")
+    expect(page.page.locator("#panel .scores .ring")).to_be_visible()
+
+
+def test_a_finger_chooses_before_it_opens(path: Path, browser: Any) -> None:
+    """The first touch of a marker shows its numbers below the figure, the second opens the panel."""
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True, offline=True)
+    page = context.new_page()
+    page.goto(path.as_uri())
+    page.wait_for_function(_DRAWN)
+    plane, said = page.locator("#where_or_what .plot"), page.locator("#where_or_what figure output")
+    largest = page.locator("#table-atlas tbody tr a").first.inner_text()
+    for opens in (False, True):
+        plane.scroll_into_view_if_needed()
+        (x, y), box = plane.evaluate(_MARKER, largest), plane.bounding_box()
+        page.touchscreen.tap(box["x"] + x, box["y"] + y)
+        expect(said).to_contain_text(f"{largest}: ")
+        (expect(page.locator("#panel")) if opens else expect(said)).to_be_in_viewport()
+        assert page.locator("#panel").is_visible() == opens
+    context.close()
+
+
+def test_sections_that_panels_repeat_are_closed(shown: Open) -> None:
+    """Their first sentence is there; a link opens them, also for the second time, and so does paper."""
+    page = shown()
+    closed = page.page.locator("details.more")
+    names = closed.evaluate_all("all => all.map(x => x.parentElement.id)")
+    assert names == ["additivity", "distance", "labels"]
+    for name in names:
+        assert page.page.locator(f"#{name} > p").first.is_visible()
+        more, link = page.page.locator(f"#{name} > .more"), page.page.locator(f"nav a[href='#{name}']")
+        for _ in range(2):
+            assert more.get_attribute("open") is None
+            link.click()
+            expect(more).to_have_attribute("open", "")
+            more.locator("summary").first.click()
+    opened_by_print = (
+        "() => { dispatchEvent(new Event('{}print')); return document.querySelectorAll('details[open]').length }"
+    )
+    n_all = page.page.locator("details").count()
+    assert page.page.evaluate(opened_by_print.replace("{}", "before")) == n_all
+    assert page.page.locator("#distance .plot").bounding_box()["width"] > 600
+    assert page.page.evaluate(opened_by_print.replace("{}", "after")) == 0
+    page = shown(may_fail=True)  # the file is asked for again
+    page.page.evaluate("() => { location.hash = 'distance' }")
+    page.page.reload()
+    expect(page.page.locator("#distance > .more")).to_have_attribute("open", "")
+    plot, width = page.page.locator("#distance .main-svg").first, page.page.locator("#distance").bounding_box()["width"]
+    page.page.wait_for_function(_DRAWN)
+    assert plot.bounding_box()["width"] == pytest.approx(width, abs=3)
 
 
 def test_the_panel_of_a_head(shown: Open) -> None:
@@ -330,14 +490,16 @@ def test_the_panel_of_a_head(shown: Open) -> None:
         cell = (width - 74) / 48
         place = ((74 + (key + 0.5) * cell) / width, (query + 0.5) * cell / width)
         page.page.mouse.move(box["x"] + place[0] * box["width"], box["y"] + place[1] * box["height"])
-        said = panel.locator("output").inner_text()
+        said = panel.locator(".scores output").inner_text()
         words = [model.to_str_tokens(tokens[0])[n] for n in (query, key)]
         assert said.startswith(f"query “{words[0]}” ({query}), key “{words[1]}” ({key}): score ")
         step = float(scores[scores.isfinite()].max() - scores[scores.isfinite()].min()) / 254
         found = float(said.rsplit(" ", 1)[1].replace("−", "-"))
         assert found == pytest.approx(float(scores[query, key]), abs=step + 0.01)
     page.page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 0.02 * box["height"])
-    assert panel.locator("output").inner_text().endswith("masked")
+    assert panel.locator(".scores output").inner_text().endswith("masked")
+    caption = "The replacement behind “what” is another one: of this head alone, at the best of three distances"
+    expect(panel.locator(".attention figcaption")).to_contain_text(caption)
     page.screenshot("report_panel")
     for label in ("L4H7", "L0H0", "L3H1"):
         page.page.evaluate("(label) => { location.hash = label }", label)
@@ -353,7 +515,7 @@ def test_the_panel_of_a_head(shown: Open) -> None:
 @pytest.mark.parametrize(("width", "most"), [(1280, 8), (390, 5)])
 def test_tables_fit_and_have_more_columns_and_rows_on_request(width: int, most: int, shown: Open) -> None:
     page = shown(width=width)
-    page.page.evaluate("() => document.querySelectorAll('details').forEach(x => { x.open = true; })")
+    page.page.evaluate(_OPEN)
     seen = page.page.locator(".table").evaluate_all(
         """all => all.map(x => [x.querySelector("table").id, x.querySelector("table").offsetWidth, x.offsetWidth,
         [...x.querySelector("thead tr").cells].filter(y => y.offsetWidth).length,
@@ -381,16 +543,16 @@ def test_tables_fit_and_have_more_columns_and_rows_on_request(width: int, most: 
 def test_on_a_phone(dark: bool, shown: Open) -> None:
     page = shown(width=390, dark=dark)
     assert page.page.evaluate("() => document.scrollingElement.scrollWidth <= innerWidth")
-    for summary in page.page.locator("summary").all():
-        summary.click()  # what is folded must not be wider either
+    page.page.evaluate(_OPEN)  # what is folded must not be wider either
     assert page.page.evaluate("() => document.scrollingElement.scrollWidth <= innerWidth")
+    box = page.page.locator("#where_or_what .scroll")
+    assert box.evaluate("x => x.scrollWidth <= x.clientWidth")  # the answer is whole
     assert page.page.evaluate(_OVERLAPS) == []
     small = page.page.locator(".plot text").evaluate_all(
         "all => Math.min(...all.map(x => parseFloat(getComputedStyle(x).fontSize)))"
     )
     assert small >= 9  # pixels
-    for summary in page.page.locator("summary").all():
-        summary.click()
+    page.page.evaluate(_OPEN, False)
     page.screenshot(f"report_phone{'_dark' if dark else ''}")
 
 
@@ -398,6 +560,7 @@ def test_on_a_phone(dark: bool, shown: Open) -> None:
 def test_a_box_that_scrolls_has_a_shadow_where_there_is_more(dark: bool, shown: Open) -> None:
     page = shown(width=390, dark=dark)
     ground = page.page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+    page.page.evaluate(_OPEN)
     for columns in page.page.locator(".table .columns").all()[1:]:  # the first table fits, the others do not
         columns.check()
     kinds = []
@@ -421,6 +584,8 @@ def test_in_the_dark(shown: Open) -> None:
     cards = page.page.locator(".plot").evaluate_all("all => all.map(x => getComputedStyle(x).backgroundColor)")
     assert set(cards) == {"rgb(255, 255, 255)"}  # charts write in black
     light = shown()
+    for one in (page, light):
+        one.page.evaluate(_OPEN)
     assert sum(page.colour_on_screen("#distance .plot")) < 1.0  # and what is seen of a card is inverted
     assert sum(light.colour_on_screen("#distance .plot")) > 2.0
     page.screenshot("report_dark")

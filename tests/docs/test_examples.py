@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,6 @@ from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
 from support.packaged_models import needs
 from support.pages import ROOT, assert_prints
-
-pytestmark = pytest.mark.slow
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 MINUTES = ("06_smollm2", "07_indirect_object")
@@ -96,6 +96,27 @@ def printed(cell: Any) -> str:
     return "\n".join(x for x, out in zip(shown, cell.outputs, strict=True) if out.get("name") != "stderr")
 
 
+def outputs(cell: Any) -> list[Any]:
+    """The data of what a code cell shows, by MIME type."""
+    return [out.data for out in cell.get("outputs", []) if "data" in out]
+
+
+def is_figure(data: Any) -> bool:
+    """Whether an output is a figure or a widget, as a kernel sends it or as an image."""
+    return "image/png" in data or any("plotly" in kind for kind in data) or "Widget('" in data.get("text/plain", "")
+
+
+def colours(png: bytes) -> int:
+    """How many values the pixels of a PNG with a palette have, or pairs of pixels: an empty figure has one."""
+    chunks, at = {}, 8
+    while at < len(png):
+        size = int.from_bytes(png[at : at + 4], "big")
+        chunks.setdefault(png[at + 4 : at + 8], bytearray()).extend(png[at + 8 : at + 8 + size])
+        at += 12 + size
+    return len(set(zlib.decompress(bytes(chunks[b"IDAT"]))))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_and_prints_what_it_shows(path: Path, run: Any) -> None:
     if path.stem in MINUTES and not os.environ.get("POSDISENT_NOTEBOOKS"):
@@ -104,6 +125,18 @@ def test_notebook_runs_and_prints_what_it_shows(path: Path, run: Any) -> None:
     for cell, shown in zip(fresh.cells, nbformat.read(path, as_version=4).cells, strict=True):
         if cell.cell_type == "code":
             assert_prints(printed(cell), printed(shown))
+            assert [is_figure(data) for data in outputs(cell)] == [is_figure(data) for data in outputs(shown)]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_figures_are_images_without_a_script(path: Path) -> None:
+    # Code hosts and pages of nbconvert run no script of an output, and load nothing for it.
+    for data in [data for cell in nbformat.read(path, as_version=4).cells for data in outputs(cell)]:
+        assert set(data) <= {"text/plain", "text/html", "image/png"}
+        assert not re.search(r"<script|<iframe|<link|src=|https?:", data.get("text/html", ""))
+        if is_figure(data):
+            assert "text/html" not in data
+            assert colours(base64.b64decode(data["image/png"])) > 16
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

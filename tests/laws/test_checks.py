@@ -338,3 +338,21 @@ def test_a_model_that_shows_its_pattern_as_scores(shared_model: Callable[[str, s
     for hooks in tools(reading).values():
         with pytest.raises(ValueError, match=f"{IN}|{OUT}"):
             run(model, hooks)
+
+
+# --- hooks of another model
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "gpt_oss", "bloom"))
+def test_hooks_of_another_model(kind: str, name: str, shared_model: Callable[[str, str], Any]) -> None:
+    """With hooks of the same names, or of another class; with values of the first model, the result would be wrong."""
+    model = shared_model(kind, name)
+    for other in (zoo.load(kind, name), zoo.bridge("olmo2")):
+        before = other(TOKENS)
+        ways = {"zero": ablate_heads(model, "L0H0"), "hidden": knock_out(model, [5], [3], heads="L0H0")}
+        for hooks in ways.values():
+            with pytest.raises(ValueError, match=r"^hooks of \w+ were made for another model: make them again"):
+                other.run_with_hooks(TOKENS, fwd_hooks=hooks)
+            with pytest.raises(ValueError, match="made for another model"):
+                run(other, hooks)
+        assert torch.equal(other(TOKENS), before)

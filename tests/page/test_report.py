@@ -222,12 +222,18 @@ def test_what_heads_need_is_that_of_the_experiment(made: tuple[Any, Document], n
 
 @pytest.mark.slow
 def test_the_answer_is_the_statement_of_the_table(made: tuple[Any, Document], needs: pd.DataFrame) -> None:
-    """And says where the heads of random copies lie; the table counts the verdicts."""
+    """But for its counts, which the table has; and says where the heads of random copies lie."""
     model, document = made
     answer = said(document).split("Where or what")[-1].split("Read:")[0].strip()
     used = needs[needs["verdict"] != "not used"]
     errors = [f"{used[f'{name}_part_se'].median():.2f} of the part {name}" for name in ("where", "what")]
-    statement = f"{needs.attrs['statement']} Here ± is a standard error over texts; for single heads it is "
+    said_of_parts, counted = needs.attrs["statement"].split(" Heads (share of the sum): ")
+    for row in document.rows("where_or_what"):
+        assert f"{row['verdict']} {row['heads']} ({row['share']})" in counted or row["verdict"] == "not used"
+    may = counted.removesuffix(".").split(", of which ")[1:]
+    assert ("Of the undecided heads, " in answer) == bool(may)
+    assert all(f"Of the undecided heads, {words}." in answer for words in may)
+    statement = f"{said_of_parts} Here ± is a standard error over texts; for single heads it is "
     assert answer.startswith(f"{statement}{' and '.join(errors)} (medians")
     options: dict[str, Any] = OPTIONS | {"exact": 0, "seed": 5}
     random = pd.concat([tp.where_or_what(copy, TOKENS, **options) for copy in tp.random_control(model, [5, 6])])
@@ -243,9 +249,9 @@ def test_the_answer_is_the_statement_of_the_table(made: tuple[Any, Document], ne
     for row in document.rows("where_or_what"):
         found = needs[needs["verdict"] == row["verdict"]]
         assert row["heads"] == str(len(found))
-        assert row["largest contributions"] == ", ".join(labels(found)[:3])
+        assert row["largest"] == ", ".join(labels(found)[:3])
         share = 100 * found["contribution"].sum() / needs["contribution"].sum()
-        assert row["share of the contributions"] == f"{share:.0f} %"
+        assert row["share"] == f"{share:.0f} %"
     assert {row["verdict"] for row in document.rows("where_or_what")} == set(needs["verdict"])
 
 

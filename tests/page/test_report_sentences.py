@@ -29,7 +29,9 @@ def additive(r: Any, distance: float, key: float, **columns: Any) -> pd.DataFram
 
 def parts(where: list[float], what: list[float], verdicts: list[str]) -> pd.DataFrame:
     """A table of ``where_or_what``."""
-    table = heads(where_part=where, what_part=what, joint=0.0, verdict=verdicts, contribution=[0.4, 0.3, 0.2, 0.1])
+    table = heads(
+        where_part=where, what_part=what, joint=0.0, verdict=verdicts, open="", contribution=[0.4, 0.3, 0.2, 0.1]
+    )
     table["neither_part"] = 1 - table["where_part"] - table["what_part"]
     table = table.assign(where_part_se=0.04, what_part_se=[0.01, 0.02, 0.04, 0.05])
     table.attrs["statement"] = "Of what 4 heads contribute, 10 ± 1 % depends on where keys are."
@@ -135,7 +137,16 @@ def test_that_labels_overlap_is_said_if_they_do(both: bool) -> None:
     assert "3 of 4 heads have a label" in sentence
     assert "2 induction" in sentence
     assert ("1 duplicate token" in sentence) == sentence.endswith("; a head can have several.") == both
-    assert said("labels", heads(label=[""] * 4)) == ""  # no sentence about zeros
+    assert said("labels", heads(label=[""] * 4)) == "None of 4 heads has a label, by the keys that they attend to."
+
+
+def test_profiles_that_vary_most_are_named() -> None:
+    table = heads().merge(pd.DataFrame({"distance": range(3)}), how="cross")
+    table["value"] = table["distance"] * (2.0 * table["layer"] + table["head"])  # 0, 1, 2 and 3 times the distance
+    named = "varies most in L1H1 (3.00), L1H0 (2.00), L0H1 (1.00): standard deviations over distances"
+    assert named in said("distance", table)
+    assert said("distance", table).endswith("the median of 4 heads is 1.50.")
+    assert said("distance", table[table["distance"] == 1]) == ""
 
 
 @pytest.mark.parametrize("sign", [1, -1])

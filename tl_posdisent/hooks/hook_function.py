@@ -11,6 +11,7 @@ from torch import Tensor
 from tl_posdisent.hooks.edit import Edit, Head
 from tl_posdisent.hooks.layer_hook import LayerHook
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import head_label
 
 
@@ -25,13 +26,15 @@ class HookFunction:
         # By the own name of a hook point, the layers that it serves: several may share keys.
         self.places: dict[str, list[tuple[LayerHook, str]]] = {}
         for layer in self.layers:
-            for own, name in layer.spec.points.items():
+            for name, point in layer.spec.points.items():
                 if name in layer.names:
-                    self.places.setdefault(own, []).append((layer, name))
+                    self.places.setdefault(point.name, []).append((layer, name))
+        self.points = {point for layer in self.layers for point in layer.spec.points.values()}
+        self.tools = " + ".join(sorted({tool for layer in self.layers for tool in layer.tools}))
         self.names = {*self.places, *(name for layer in self.layers for name in layer.names)}
 
     def __repr__(self) -> str:  # TransformerLens calls it for every hook
-        return f"<hook of {' + '.join(sorted({tool for layer in self.layers for tool in layer.tools}))}>"
+        return f"<hook of {self.tools}>"
 
     def accepts(self, name: str) -> bool:
         """Say whether the hook of this name is needed; TransformerLens asks when it installs the function."""
@@ -41,6 +44,10 @@ class HookFunction:
         point = getattr(hook, "_target", hook)
         if point.name != hook.name:  # compatibility mode calls once more for each alias
             return None
+        if point not in self.points:
+            raise ArgumentError(
+                "hooks", f"of {self.tools} were made for another model: make them again, for the one that runs"
+            )
         self._check_alone(point)
         new: Tensor | None = None
         for layer, name in self.places.get(point.name, []):

@@ -104,7 +104,7 @@ class LayerHook:
             taps_read += [taps.v, taps.gate]
         names += [taps.pattern or taps.scores] if self.heads else [taps.scores or taps.pattern]  # also to count passes
         needed = {*names, *(name for tap in taps_read if tap for name in tap.names)}
-        fired = {name: place for place, name in enumerate(self.spec.points.values())}
+        fired = {name: place for place, name in enumerate(self.spec.points)}
         lent = [taps.k, taps.v] if self.heads and taps.keys_of is not None else []
         return (
             frozenset(tap.name for tap in lent if tap),

@@ -31,9 +31,9 @@ def page(title: str, parts: Sequence[Part]) -> str:
 
     Libraries are compressed, and a script unpacks them and runs all others in their order.
     """
-    scripts = [get_plotlyjs(), read("page.js")] if any('class="plot"' in part.html for part in parts) else []
-    scripts += [read("atlas.js")] if any(part.name == "atlas" for part in parts) else []
-    loader = read("load.js") if scripts else ""
+    plotly = [get_plotlyjs()] if any('class="plot"' in part.html for part in parts) else []
+    atlas = [read("atlas.js")] if any(part.name == "atlas" for part in parts) else []
+    scripts, loader = [*plotly, read("page.js"), *atlas], read("load.js")
     html = render(
         "page",
         title=title,
@@ -41,7 +41,7 @@ def page(title: str, parts: Sequence[Part]) -> str:
         scripts=[(len(script) > _LARGE, _packed(script) if len(script) > _LARGE else script) for script in scripts],
         loader=loader,
         style=read("page.css"),
-        policy=_policy([*scripts, loader] if scripts else []),
+        policy=_policy([*scripts, loader]),
     )
     return html + "\n"
 
@@ -49,7 +49,7 @@ def page(title: str, parts: Sequence[Part]) -> str:
 def _policy(scripts: Iterable[str]) -> str:
     """Return the Content-Security-Policy of a page that runs only these scripts and fetches nothing."""
     digests = (sha256(script.encode("utf-8")).digest() for script in scripts)
-    allowed = " ".join(f"'sha256-{b64encode(digest).decode('ascii')}'" for digest in digests) or "'none'"
+    allowed = " ".join(f"'sha256-{b64encode(digest).decode('ascii')}'" for digest in digests)
     return (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
         "form-action 'none'"

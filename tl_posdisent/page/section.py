@@ -74,6 +74,7 @@ class Shown(NamedTuple):
         table: with its caption.
         titles: of the columns of the table, where they differ from their names.
         digits: decimals of its columns, where they are not 3.
+        table_first: whether the table is the answer, above the figures.
     """
 
     sentences: Sequence[str] = ()
@@ -81,6 +82,7 @@ class Shown(NamedTuple):
     table: tuple[pd.DataFrame, str] | None = None
     titles: Mapping[str, str] = {}
     digits: Mapping[str, int] = {}
+    table_first: bool = False
 
 
 Measure = Callable[[Subject, Settings], pd.DataFrame]
@@ -98,6 +100,7 @@ class Section(NamedTuple):
         beside_copies: makes the model's table of its measures and those of all random copies, if any; None where the
             table is what was measured.
         positions, tokens: the most that is read of each text, and of all texts together.
+        closed: whether all but the first sentence is closed at first, as the atlas and its panels show the same.
     """
 
     heading: str
@@ -108,6 +111,7 @@ class Section(NamedTuple):
     beside_copies: Callable[[pd.DataFrame, pd.DataFrame | None], pd.DataFrame] | None = None
     positions: int = POSITIONS
     tokens: int = TOKENS
+    closed: bool = False
 
 
 def measure_sections(sections: Mapping[str, Section], subject: Subject, settings: Settings) -> dict[str, Measured]:
@@ -175,14 +179,17 @@ def _add_copy(measured: Measured, section: Section, reading: ModelReading, seed:
 def render_section(name: str, section: Section, measured: Measured, subject: Subject) -> Markup:
     """Render a section; without a measurement, its heading and the reason."""
     shown = Shown() if measured.trained is None else section.show(measured.trained, measured.random)
+    parts = [what for what, there in (("figure", shown.figures), ("table", shown.table)) if there]
     whole = "" if measured.read.tokens.shape == subject.tokens.shape else f", of {subject.sizes()}"
     return render(
         "section",
         id=name,
         heading=section.heading,
+        closed=section.closed and " and ".join(parts).capitalize(),
         sentences=shown.sentences,
         figures=[figure(drawn, of_figure) for drawn, of_figure in shown.figures],
         table=None if shown.table is None else _table(name, shown, subject),
+        table_first=shown.table_first,
         about=section.about,
         read=None if measured.trained is None else f"Read: {measured.read.sizes()}{whole}.",
         notes=measured.notes,

@@ -20,6 +20,7 @@ from tl_posdisent.experiments.causal.head_ablation import head_ablation
 from tl_posdisent.experiments.measuring.random_copies import above_random
 from tl_posdisent.experiments.robustness.perturb import Kind
 from tl_posdisent.experiments.robustness.perturbation_curve import lower_and_higher, perturbation_curve
+from tl_posdisent.experiments.where_what.head_table import row_names
 from tl_posdisent.models.capture import for_each_scores, of_heads
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import read_texts
@@ -127,6 +128,7 @@ baseline.
     _measure_additivity,
     _show_additivity,
     measure_copy=_measure_additivity,
+    closed=True,
 )
 
 # --- distance profiles --------------------------------------------------------------------------------------------
@@ -156,7 +158,19 @@ def _show_distance(trained: pd.DataFrame, random: pd.DataFrame | None) -> Shown:
     caption = "Distance component of the scores of each head"
     if len(spread) > _LINES:
         caption = f"Distance component of the scores of the {_LINES} of {len(spread)} heads whose profile varies most"
-    return Shown(figures=[(plot_distance(drawn).update_layout(height=480), caption)])
+    return Shown(_most_varied(spread), [(plot_distance(drawn).update_layout(height=480), caption)])
+
+
+def _most_varied(spread: pd.Series) -> list[str]:
+    """Name the heads whose distance component varies most; no sentence for a single distance."""
+    largest = spread.dropna().nlargest(3).reset_index()
+    if largest.empty:
+        return []
+    named = [f"{name} ({number(x, 2)})" for name, x in zip(row_names(largest), largest["value"], strict=True)]
+    return [
+        f"The distance component varies most in {', '.join(named)}: standard deviations over distances, in units of "
+        f"the scores; the median of {plural(len(spread), 'head')} is {number(spread.median(), 2)}."
+    ]
 
 
 DISTANCE = Section(
@@ -169,6 +183,7 @@ The heads whose component varies most are coloured.
     """,
     _measure_distance,
     _show_distance,
+    closed=True,
 )
 
 # --- variance decomposition ---------------------------------------------------------------------------------------
@@ -224,10 +239,13 @@ def _show_labels(trained: pd.DataFrame, random: pd.DataFrame | None) -> Shown:
     labels = rows["label"][rows["label"] != NO_LABEL]
     counts = labels.str.split(" + ", regex=False).explode().value_counts()
     several = "; a head can have several" if counts.sum() > len(labels) else ""
-    heads = f"{len(labels)} of {plural(len(rows), 'head')}"
-    sentence = f"{heads} have a label, by the keys that they attend to: {counted(counts.to_dict())}{several}."
+    heads, by = plural(len(rows), "head"), "by the keys that they attend to"
+    sentence = f"{len(labels)} of {heads} have a label, {by}: {counted(counts.to_dict())}{several}."
     rows = rows.sort_values("label", key=lambda label: label == NO_LABEL, kind="stable")
-    return Shown([sentence] if len(labels) else [], table=(rows, "Attention of each head, those with a label first"))
+    return Shown(
+        [sentence if len(labels) else f"None of {heads} has a label, {by}."],
+        table=(rows, "Attention of each head, those with a label first"),
+    )
 
 
 LABELS = Section(
@@ -245,6 +263,7 @@ is that of the attention over keys, in nats.
     beside_copies=labelled,
     positions=512,
     tokens=1024,
+    closed=True,
 )
 
 # --- perturbation -------------------------------------------------------------------------------------------------
@@ -351,6 +370,7 @@ trained on a task that needs positions; the added loss here includes all other e
     _show_ablation,
     positions=96,
     tokens=384,
+    closed=True,
 )
 
 SECTIONS: Final[dict[SectionName, Section]] = {

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pandas as pd
 
-from tl_posdisent.experiments.where_what.head_table import verdict_table
+from tl_posdisent.experiments.where_what.head_table import opened, verdict_counts, verdict_table
 from tl_posdisent.experiments.where_what.measurement import Exact
 from tl_posdisent.experiments.where_what.replacements import CONSTANTS
 from tl_posdisent.experiments.where_what.verdicts import NEGLIGIBLE, Verdict
@@ -21,7 +21,6 @@ from tl_posdisent.viz.plots.plane import plot_where_or_what
 
 _LABELS, _HEIGHT = 8, 560
 """Heads of the largest contribution that are labelled in the plane, and its height in pixels."""
-_TITLES = {"share": "share of the contributions", "largest": "largest contributions"}
 
 _ABOUT = f"""
 What a head contributes to the predictions is their divergence when its output is replaced by its mean over other
@@ -49,21 +48,21 @@ def _show(trained: pd.DataFrame, random: pd.DataFrame | None) -> Shown:
     drawn = plot_where_or_what(trained, random=random, labels=_LABELS).update_layout(height=_HEIGHT, meta="linked")
     caption = "Parts of each head’s contribution: where, what, and, towards the lower left corner, neither"
     sentences = [_answer(trained)]
+    if may := opened(trained):
+        sentences.append(f"Of the undecided heads, {may}.")
     if random is not None:
         caption += "; crosses: heads with random weights"
         sentences.append(_copies(random))
-    return Shown(
-        sentences,
-        [(drawn, caption)],
-        (verdict_table(trained), "Heads by verdict"),
-        _TITLES,
-    )
+    of_table = "Heads by verdict, their share of the contributions, and the three that contribute most"
+    return Shown(sentences, [(drawn, caption)], (verdict_table(trained), of_table), table_first=True)
 
 
 def _answer(trained: pd.DataFrame) -> str:
-    """Return the statement of the table, and say what its errors are and how large those of single heads are."""
+    """Return the statement without its counts, which the table has, and say what its errors and those of heads are."""
     used = trained[trained["verdict"] != "not used"]
-    statement = f"{trained.attrs['statement']} Here ± is a standard error over texts"
+    statement = (
+        f"{trained.attrs['statement'].replace(f' {verdict_counts(trained)}', '')} Here ± is a standard error over texts"
+    )
     if used.empty:
         return f"{statement}."
     where, what = (number(used[f"{part}_part_se"].median(), 2) for part in ("where", "what"))

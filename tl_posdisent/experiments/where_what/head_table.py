@@ -95,22 +95,27 @@ def statement(table: pd.DataFrame, measured: Measured, lengths: Sequence[int]) -
     total = table["contribution"].sum() or 1.0
     run = table.loc[table["measured"] == "run", "contribution"].sum() / total
     by_runs = "all of it" if bool(measured.run.all()) else f"{100 * run:.0f} % of it"
+    return (
+        f"Of what {plural(len(table), 'head')} contribute in {texts_in_words(lengths)}, each alone, {where} % depends "
+        f"on where keys are, {what} % on what they are, {neither} % on neither ({by_runs} measured by runs). "
+        f"{verdict_counts(table)}"
+    )
+
+
+def verdict_counts(table: pd.DataFrame) -> str:
+    """Return the sentence that counts the heads of each verdict."""
     counts = [
         f"{row.verdict} {row.heads}" + (f" ({row.share})" if row.verdict != "not used" else "")
         for row in verdict_table(table).itertuples()
     ]
-    return (
-        f"Of what {plural(len(table), 'head')} contribute in {texts_in_words(lengths)}, each alone, {where} % depends "
-        f"on where keys are, {what} % on what they are, {neither} % on neither ({by_runs} measured by runs). "
-        f"Heads (share of the sum): {', '.join(counts)}{_opened(table)}."
-    )
+    may = opened(table)
+    return f"Heads (share of the sum): {', '.join(counts)}{may and f', of which {may}'}."
 
 
-def _opened(table: pd.DataFrame) -> str:
-    """Say how many undecided heads a run, or more texts, may decide."""
+def opened(table: pd.DataFrame) -> str:
+    """Say how many undecided heads a run, or more texts, may decide; nothing if there are none."""
     counts = table["open"].value_counts()
-    may = [f"{name} may decide {counts[name]}" for name in ("a run", "more texts") if name in counts]
-    return f", of which {' and '.join(may)}" if may else ""
+    return " and ".join(f"{name} may decide {counts[name]}" for name in ("a run", "more texts") if name in counts)
 
 
 def groups_statement(table: pd.DataFrame, lengths: Sequence[int]) -> str:

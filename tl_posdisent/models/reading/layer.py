@@ -92,7 +92,7 @@ class Layer:
             architecture=architecture(self.model),
             taps=taps,
             limits=limits,
-            points={self.points[name].name: name for name in self._in_order(taps, order)},
+            points={name: self.points[name] for name in self._in_order(taps, order)},
         )
 
     def _in_order(self, taps: Taps, order: Sequence[str]) -> list[str]:

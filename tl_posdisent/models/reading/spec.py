@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -71,8 +72,8 @@ class AttentionSpec(Geometry):
         architecture: the model's architecture, for messages.
         taps: its hooks.
         limits: what cannot be read or edited.
-        points: the names in ``taps``, in the order in which the hooks fire, by the name of the hook point, which
-            differs in a bridge.
+        points: the model's hook points by their names in ``taps``, in the order in which they fire. In a bridge a hook
+            point has another name of its own.
         sinks: logits of learned attention sinks, one for each head; None without. They are the model's own.
     """
 
@@ -80,7 +81,7 @@ class AttentionSpec(Geometry):
     architecture: str
     taps: Taps = Taps()
     limits: Limits = Limits()
-    points: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    points: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     sinks: Float[Tensor, " head"] | None = field(default=None, repr=False, compare=False)
 
     @property

@@ -3,13 +3,13 @@
 const atlas = document.querySelector("#atlas .plot");
 const stored = JSON.parse(document.getElementById("atlas-data").textContent);
 const { labels, colours, panels } = stored;
-const hover = stored.hover.map((lines) => lines.replaceAll("\n", "<br>"));
+// Two numbers in a line: plotly drops what is higher than its figure.
+const hover = stored.hover.map((lines) => lines.replace(/\n(.+)\n/g, "<br>$1; ").replaceAll("\n", "<br>"));
 const [colour, across, up] = ["colour", "x", "y"].map((name) => document.getElementById(`atlas-${name}`));
 const axes = Object.keys(colours).filter((name) => !colours[name].names.length);
 const layers = Object.keys(stored.layers);
 const columns = [...new Set(labels.map((label) => +label.split("H")[1]))].sort((a, b) => a - b).map(String);
 const order = new Map(labels.map((label, n) => [label, n]));
-const told = (label) => hover[order.get(label)];
 const grid = (values) => layers.map((y) => columns.map((x) => values[order.get(`L${y}H${x}`)] ?? null));
 const unknown = "#b9b9b9"; // of heads without a number; it is in none of the scales
 const marks = { undecided: "line-ne", "not used": "line-ew" }; // verdicts that are not told by their colour alone
@@ -53,7 +53,7 @@ function points(chosen, x, y) {
 
 const base = {
   margin: { t: 20, r: 20, b: 50, l: 60 }, legend: { orientation: "h", y: 1.02, yanchor: "bottom" }, dragmode,
-  hoverlabel: { bgcolor: "#fff", font: { color: "#000" } }, colorway: ["#0342a7", "#d97d00"],
+  hoverlabel: { bgcolor: "#fff", font: { color: "#000" } }, meta: "linked", colorway: ["#0342a7", "#d97d00"],
 };
 const titled = ({ title }) => // in two lines, for a phone
   ({ title: { text: title.replace(" (", "<br>("), standoff: 15 }, ticks: "outside", zeroline: false, automargin: true });
@@ -96,33 +96,6 @@ for (const [n, menu] of [across, up].entries()) menu.addEventListener("change", 
   if (across.value === up.value) other.value = free.find((name) => axes.includes(name) && name !== menu.value) ?? menu.value;
   before = [across.value, up.value];
   drawAtlas();
-});
-atlas.on("plotly_click", ({ points: [{ x, y, customdata }] }) =>
-  openHead(across.value === "map" ? `L${y}H${x}` : customdata[0]));
-
-// By keyboard: arrows choose a head of the map (or the next one of the scatter plot), Enter opens its panel.
-const chosenHead = document.getElementById("atlas-head");
-let at = [0, 0];
-const labelAt = ([row, column]) => `L${layers[row]}H${columns[column]}`;
-function choose(row, column) {
-  at = [Math.max(0, Math.min(layers.length - 1, row)), Math.max(0, Math.min(columns.length - 1, column))];
-  const text = told(labelAt(at)) || `${labelAt(at)}: not measured`;
-  chosenHead.textContent = text.replaceAll("<br>", "; ").replace(/<[^>]*>/g, "");
-  const [y, x] = at, line = { color: "#d15eb4", width: 3 };
-  const frame = { type: "rect", x0: x - 0.5, x1: x + 0.5, y0: y - 0.5, y1: y + 0.5, line };
-  if (across.value === "map") Plotly.relayout(atlas, { shapes: [frame] });
-}
-const steps = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], Home: [-1e9, -1e9] };
-atlas.tabIndex = 0;
-atlas.setAttribute("role", "application");
-atlas.setAttribute("aria-describedby", "atlas-head");
-atlas.addEventListener("focus", () => choose(...at));
-atlas.addEventListener("keydown", (event) => {
-  const step = steps[event.key];
-  if (step) choose(at[0] + step[0], at[1] + step[1]);
-  else if (event.key === "Enter") openHead(labelAt(at));
-  else return;
-  event.preventDefault();
 });
 
 // The panel of one head.
@@ -169,13 +142,32 @@ function drawScores(canvas, scores) {
   });
 }
 
+// Choose a cell of the score map: frame it, and write its tokens and its score.
+function sayCell(canvas, query, key) {
+  const score = canvas.scores[query]?.[key], size = cell(canvas) * canvas.clientWidth / canvas.width;
+  if (score === undefined) return;
+  canvas.at = [query, key];
+  const token = (n) => `“${stored.words[n]}” (${n})`, says = score === null ? "masked" : `score ${few(score)}`;
+  panel.querySelector(".scores output").textContent = `query ${token(query)}, key ${token(key)}: ${says}`;
+  const left = canvas.offsetLeft + canvas.clientLeft + margin * canvas.clientWidth / canvas.width + key * size;
+  const top = canvas.offsetTop + canvas.clientTop + query * size, ring = panel.querySelector(".scores .ring");
+  ring.hidden = false;
+  Object.assign(ring.style, { left: `${left}px`, top: `${top}px`, width: `${size}px`, height: `${size}px` });
+}
+
 function pointAt(event) {
   const canvas = event.currentTarget, box = canvas.getBoundingClientRect(), scale = canvas.width / box.width;
-  const j = Math.floor(((event.clientX - box.left) * scale - margin) / cell(canvas));
-  const i = Math.floor(((event.clientY - box.top) * scale) / cell(canvas)), score = canvas.scores[i]?.[j];
-  if (score === undefined) return;
-  const token = (n) => `“${stored.words[n]}” (${n})`, says = score === null ? "masked" : `score ${few(score)}`;
-  panel.querySelector("output").textContent = `query ${token(i)}, key ${token(j)}: ${says}`;
+  const key = Math.floor(((event.clientX - box.left) * scale - margin) / cell(canvas));
+  sayCell(canvas, Math.floor(((event.clientY - box.top) * scale) / cell(canvas)), key);
+}
+
+function moveCell(event) {
+  const canvas = event.currentTarget, move = steps[event.key], [query, key] = canvas.at ?? [0, -1];
+  const side = { Home: 0, End: shown - 1 }[event.key];
+  if (move) sayCell(canvas, query + move[1], key + move[0]);
+  else if (side !== undefined) sayCell(canvas, query, side);
+  else return;
+  event.preventDefault();
 }
 
 function showLines(drawn, distances, lines, name) {
@@ -184,14 +176,21 @@ function showLines(drawn, distances, lines, name) {
   const axis = { title: { text: "distance" }, type: "category" }, height = { title: { text: name } };
   const traces = Object.entries(lines).map(([name, y]) => (
     { x: distances.map(String), y, name, mode: "lines+markers", hovertemplate: "distance %{x}: %{y}<extra></extra>" }));
-  const layout = { ...base, margin: { t: 10, r: 10, b: 45, l: 55 }, height: 260, showlegend: traces.length > 1 };
+  const layout = { ...base, meta: null, margin: { t: 10, r: 10, b: 45, l: 55 }, height: 260, showlegend: traces.length > 1 };
   Plotly.react(drawn, traces, { ...layout, xaxis: axis, yaxis: height }, { responsive: true, displayModeBar: false });
+  if (!drawn.said) listen(drawn);
 }
 
+let opener; // where Escape leads back to
 function openHead(label) {
+  if (!panel.contains(document.activeElement)) opener = document.activeElement;
+  if (location.hash !== `#${label}`) location.hash = label; // which shows it
+  else showHead(label);
+}
+
+function showHead(label) {
   const row = rowOf(label), one = panels[label];
   if (!row) return;
-  if (location.hash !== `#${label}`) { location.hash = label; return; } // which opens it
   if (!one) return;
   panel.hidden = false;
   panel.querySelector("h3").textContent = label;
@@ -212,12 +211,16 @@ function openHead(label) {
   canvas.setAttribute("aria-label", `Score map of ${label}`);
   drawScores(canvas, canvas.scores);
   canvas.onmousemove = canvas.onclick = pointAt;
+  canvas.onkeydown = moveCell;
+  if (canvas.at) sayCell(canvas, ...canvas.at);
   showLines(panel.querySelector(".attention .drawn"), stored.attended, one.attention, "mean attention");
   showLines(panel.querySelector(".profile .drawn"), stored.distances, one.profile && { score: one.profile }, "score");
   panel.scrollIntoView({ block: "start" });
+  panel.focus({ preventScroll: true });
 }
+panel.addEventListener("keydown", (event) => { if (event.key === "Escape") opener?.focus(); });
 
-const openFromHash = () => { if (/^#L\d+H\d+$/.test(location.hash)) openHead(location.hash.slice(1)); };
+const openFromHash = () => { if (/^#L\d+H\d+$/.test(location.hash)) showHead(location.hash.slice(1)); };
 addEventListener("hashchange", openFromHash);
 document.querySelectorAll("#table-atlas tbody tr").forEach((row) => {
   row.style.cursor = "pointer";
