@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 import pandas as pd
 
@@ -17,6 +17,11 @@ _RATE: Final = f"{100 * RATE:.0f} %"
 
 class ChangeTable(HeadTable):
     """A table of ``compare_heads`` that shows its sentence and what changed before its rows."""
+
+    _shown: ClassVar[tuple[str, ...]] = (
+        *("layer", "head", "contribution_before", "contribution_change", "where_change", "what_change"),
+        *("verdict_before", "verdict_after", "changed"),
+    )
 
     def _summary(self) -> pd.DataFrame:
         return changes_in(self)

@@ -81,11 +81,11 @@ def compare_heads(
 
     Example:
         >>> import copy
-        >>> from tl_posdisent import compare_heads, demo_tokens, load_demo_model
+        >>> from tl_posdisent import compare_heads, cut_text, demo_text, load_demo_model
         >>> before = load_demo_model(backend="bridge")
         >>> after = copy.deepcopy(before)
         >>> _ = after.blocks[3].attn.W_O.data[0].mul_(0.3)  # L3H0 writes less
-        >>> tokens = demo_tokens(length=288).view(6, 48)
+        >>> tokens = cut_text(before, demo_text(), length=48, texts=6)
         >>> table = compare_heads(before, after, tokens, heads=["L3H0", "L3H1"], exact="all", progress=False)
         >>> table.nsmallest(1, "contribution_change")[["layer", "head", "changed", "same_weights"]].values.tolist()
         [[3, 0, 'contributes less', False]]

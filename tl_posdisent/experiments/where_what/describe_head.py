@@ -76,8 +76,9 @@ def describe_head(
             that it does not see; what ``where_or_what`` refuses.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, describe_head, load_demo_model
-        >>> model, tokens = load_demo_model(), demo_tokens(length=256).view(4, 64)
+        >>> from tl_posdisent import cut_text, demo_text, describe_head, load_demo_model
+        >>> model = load_demo_model()
+        >>> tokens = cut_text(model, demo_text(), length=64, texts=4)
         >>> found = describe_head(model, tokens, "L3H4", progress=False)
         >>> print(found.answer)
         L3H4 contributes ... nats per predicted token: ... % where, ... % what, ... % neither: ...

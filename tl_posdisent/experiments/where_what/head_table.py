@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from typing import Any, Final, get_args
+from typing import Any, ClassVar, Final, get_args
 
 import pandas as pd
 
@@ -26,6 +26,11 @@ class HeadTable(pd.DataFrame):
     Selections of it are ordinary data frames.
     """
 
+    _shown: ClassVar[tuple[str, ...]] = (
+        *("group", "layer", "head", "contribution", "where_part", "what_part", "neither_part", "joint"),
+        *("verdict", "open"),
+    )
+
     @property
     def _constructor(self) -> Any:
         return pd.DataFrame
@@ -34,16 +39,24 @@ class HeadTable(pd.DataFrame):
         return verdict_table(self)
 
     def __repr__(self) -> str:
-        rows = super().__repr__()
         if not self._is_whole:
-            return rows
-        return "\n\n".join([self.attrs["statement"], self._summary().to_string(index=False), rows])
+            return super().__repr__()
+        tables = self._summary().to_string(index=False), self._few().to_string(**_shown_rows(len(self)))
+        return "\n\n".join([self.attrs["statement"], *tables, self._size])
 
     def _repr_html_(self) -> str:
-        rows: str = pd.DataFrame(self)._repr_html_() or ""  # type: ignore[operator]
         if not self._is_whole:
-            return rows
-        return f"<p>{html.escape(self.attrs['statement'])}</p>{self._summary().to_html(index=False)}{rows}"
+            return pd.DataFrame(self)._repr_html_() or ""  # type: ignore[operator]
+        tables = self._summary().to_html(index=False), self._few().to_html(**_shown_rows(len(self)))
+        return f"<p>{html.escape(self.attrs['statement'])}</p>{''.join(tables)}<p>{html.escape(self._size)}</p>"
+
+    def _few(self) -> pd.DataFrame:
+        """The columns that a screen has room for."""
+        return pd.DataFrame(self)[[name for name in self._shown if name in self]]
+
+    @property
+    def _size(self) -> str:
+        return f"[{len(self)} rows × {len(self.columns)} columns, all in table.columns]"
 
     @property
     def _is_whole(self) -> bool:
@@ -53,6 +66,13 @@ class HeadTable(pd.DataFrame):
     @property
     def _needed(self) -> set[str]:
         return {"contribution", "verdict", "group" if "group" in self else "layer"}
+
+
+def _shown_rows(n: int) -> dict[str, Any]:
+    """Return how many of n rows pandas shows by its own options, and how numbers are shown."""
+    most = pd.get_option("display.max_rows")
+    few = pd.get_option("display.min_rows") if most is not None and n > most else most
+    return {"max_rows": few, "float_format": "{:.3f}".format}
 
 
 def verdict_table(table: pd.DataFrame) -> pd.DataFrame:

@@ -137,8 +137,9 @@ def where_or_what(
             scores cannot be changed; groups beside layers or heads; what ``head_effects`` refuses.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, where_or_what
-        >>> model, tokens = load_demo_model(), demo_tokens(length=256).view(4, 64)
+        >>> from tl_posdisent import cut_text, demo_text, load_demo_model, where_or_what
+        >>> model = load_demo_model()
+        >>> tokens = cut_text(model, demo_text(), length=64, texts=4)
         >>> table = where_or_what(model, tokens, exact=1, progress=False)
         >>> print(table.attrs["statement"])
         Of what 40 heads contribute in 4 texts of 64 tokens, each alone, ... % depends on where keys are, ...

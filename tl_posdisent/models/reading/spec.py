@@ -156,7 +156,8 @@ class AttentionSpec(Geometry):
         """Return the rotary of a layer whose rotation can be changed, or raise an error that says what is missing."""
         if self.rotary is None:
             problem = self.limits.problem
-            why = f"cannot be edited: {problem}" if problem else "has no rotary position embedding"
+            without = "has no rotary position embedding: fits, head_ablation and attention_ladder need none"
+            why = f"cannot be edited: {problem}" if problem else without
             raise ValueError(
                 f"{tool} needs rotary position embeddings (RoPE) that hooks can reach, and layer {self.layer} of "
                 f"{self.architecture} {why}"
