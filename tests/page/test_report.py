@@ -233,7 +233,7 @@ def test_the_answer_is_the_statement_of_the_table(made: tuple[Any, Document], ne
     may = counted.removesuffix(".").split(", of which ")[1:]
     assert ("Of the undecided heads, " in answer) == bool(may)
     assert all(f"Of the undecided heads, {words}." in answer for words in may)
-    statement = f"{said_of_parts} Here ± is a standard error over texts; for single heads it is "
+    statement = f"{said_of_parts} Here ± is a standard error over texts. The median error of a single head "
     assert answer.startswith(f"{statement}{' and '.join(errors)} (medians")
     options: dict[str, Any] = OPTIONS | {"exact": 0, "seed": 5}
     random = pd.concat([tp.where_or_what(copy, TOKENS, **options) for copy in tp.random_control(model, [5, 6])])

@@ -42,8 +42,8 @@ def test_what_heads_need_is_stated_beside_random_copies() -> None:
     table = parts([0.9, 0.1, 0.4, 0.5], [0.1, 0.9, 0.4, 0.2], ["where", "what", "mixed", "undecided"])
     alone = said("where_or_what", table)
     assert alone == (
-        f"{table.attrs['statement']} Here ± is a standard error over texts; for single heads it is 0.04 of the part "
-        "where and 0.03 of the part what (medians of the heads that contribute)."
+        f"{table.attrs['statement']} Here ± is a standard error over texts. The median error of a "
+        "single head that contributes is 0.04 for where and 0.03 for what."
     )
     counted, _ = SECTIONS["where_or_what"].show(table, None).table or (table, "")
     assert counted.drop(columns="share").to_numpy().tolist() == [

@@ -66,10 +66,7 @@ def _answer(trained: pd.DataFrame) -> str:
     if used.empty:
         return f"{statement}."
     where, what = (number(used[f"{part}_part_se"].median(), 2) for part in ("where", "what"))
-    return (
-        f"{statement}; for single heads it is {where} of the part where and {what} of the part what (medians of the "
-        "heads that contribute)."
-    )
+    return f"{statement}. The median error of a single head that contributes is {where} for where and {what} for what."
 
 
 def _copies(random: pd.DataFrame) -> str:
