@@ -226,15 +226,17 @@ def test_the_answer_is_the_statement_of_the_table(made: tuple[Any, Document], ne
     model, document = made
     answer = said(document).split("Where or what")[-1].split("Read:")[0].strip()
     used = needs[needs["verdict"] != "not used"]
-    errors = [f"{used[f'{name}_part_se'].median():.2f} of the part {name}" for name in ("where", "what")]
+    errors = [f"{used[f'{name}_part_se'].median():.2f} for {name}" for name in ("where", "what")]
     said_of_parts, counted = needs.attrs["statement"].split(" Heads (share of the sum): ")
     for row in document.rows("where_or_what"):
         assert f"{row['verdict']} {row['heads']} ({row['share']})" in counted or row["verdict"] == "not used"
     may = counted.removesuffix(".").split(", of which ")[1:]
     assert ("Of the undecided heads, " in answer) == bool(may)
     assert all(f"Of the undecided heads, {words}." in answer for words in may)
-    statement = f"{said_of_parts} Here ± is a standard error over texts. The median error of a single head "
-    assert answer.startswith(f"{statement}{' and '.join(errors)} (medians")
+    statement = (
+        f"{said_of_parts} Here ± is a standard error over texts. The median error of a single head that contributes"
+    )
+    assert answer.startswith(f"{statement} is {' and '.join(errors)}.")
     options: dict[str, Any] = OPTIONS | {"exact": 0, "seed": 5}
     random = pd.concat([tp.where_or_what(copy, TOKENS, **options) for copy in tp.random_control(model, [5, 6])])
     used = random[random["verdict"] != "not used"]

@@ -16,14 +16,14 @@ from tl_posdisent.models.reading.query_key_hooks import Tap
 def assert_described(model: Any, tokens: Int[Tensor, "batch pos"], atol: float = 1e-4) -> list[AttentionSpec]:
     """Compare what each layer shows in a pass with what its description gives, and return the descriptions."""
     specs, fired = list(read_model(model).attention), list[str]()
-    points = {name for spec in specs for name in spec.points.values()}
+    points = {name for spec in specs for name in spec.points}
     with torch.no_grad():
         cache = model.run_with_cache(tokens)[1]
         notes = [(name, lambda x, hook, name=name: fired.append(name)) for name in points]
         model.run_with_hooks(tokens, fwd_hooks=notes)
         for spec in specs:
             assert spec.limits.problem is None
-            assert [*spec.points.values()] == [name for name in fired if name in spec.points.values()]
+            assert [*spec.points] == [name for name in fired if name in spec.points]
             _assert_layer(spec, cache, atol)
     return specs
 
