@@ -431,6 +431,7 @@ def test_a_finger_chooses_before_it_opens(path: Path, browser: Any) -> None:
         expect(said).to_contain_text(f"{largest}: ")
         (expect(page.locator("#panel")) if opens else expect(said)).to_be_in_viewport()
         assert page.locator("#panel").is_visible() == opens
+        assert plane.evaluate("x => x._fullLayout.yaxis.range") == [-0.11, 1.13]  # it is no double click
     context.close()
 
 

@@ -15,7 +15,8 @@ addEventListener("afterprint", () => closed.forEach((one) => { one.open = false;
 const dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom";
 function draw(plot, data, layout) {
   const modeBarButtons = [["toImage", "zoom2d", "pan2d", "resetScale2d"]];
-  Plotly.newPlot(plot, data, layout, { responsive: true, displaylogo: false, modeBarButtons });
+  const doubleClick = "reset"; // plotly takes a touch and the click that follows it for one
+  Plotly.newPlot(plot, data, layout, { responsive: true, displaylogo: false, modeBarButtons, doubleClick });
   listen(plot);
   plot.closest(".more")?.addEventListener("toggle", () => Plotly.Plots.resize(plot));
   addEventListener("beforeprint", () => Plotly.relayout(plot, { width: Math.min(680, plot.offsetWidth) }));
