@@ -22,6 +22,7 @@ from .experiments.attention_scores.subspace_patterns import subspace_patterns as
 from .experiments.causal.head_ablation import head_ablation as head_ablation
 from .experiments.causal.head_effects import head_effects as head_effects
 from .experiments.causal.head_verdicts import head_verdicts as head_verdicts
+from .experiments.causal.intervention_losses import intervention_losses as intervention_losses
 from .experiments.causal.ladder import attention_ladder as attention_ladder
 from .experiments.causal.patching import component_patching as component_patching
 from .experiments.causal.patching import head_patching as head_patching

@@ -371,7 +371,8 @@ def test_refusals(shared_model: Any) -> None:
         "cells": knock_out(model, cells=torch.zeros(2, 9, 9, dtype=torch.bool)),
     }
     cases: list[tuple[Any, dict[str, Any], str]] = [
-        ({}, {}, "must be hooks by name"),
+        ({}, {}, "must be hooks by name, .* of this package, got {}; intervention_losses takes hooks of your own"),
+        (own, {}, "must be hooks by name, .*; intervention_losses takes hooks of your own as well, by name"),
         ({"x": []}, {}, "must have hooks"),
         ({"x": [("no hook", print)]}, {}, "names 'no hook'"),
         ({"x": "ablate_heads"}, {}, "'x': hooks must be a list of"),

@@ -144,6 +144,7 @@ def test_in_float64_the_sum_is_exact(encoding: str, keys_from: str, causal: bool
     for layer in range(3):
         found = score_sources(model, SMALL, layer, 2, 4, text=2)
         own = model_scores(model, layer, SMALL)[2, 2, 4, : 5 if causal else 9]
+        assert f" (text 2 of {len(SMALL)}), {len(own)} keys" in repr(found)
         (seen,) = capture(model, SMALL, layers=[layer])
         close(found.query_parts.sum(0), seen.q[2, 4, 2], 1e-13)
         close(found.key_parts.sum(0), seen.k[2, : len(own), 2], 1e-13)

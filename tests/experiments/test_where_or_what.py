@@ -384,7 +384,13 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "groups of nothing": ((FITTED,), {"groups": {}}, r"groups must be heads by the name of a group, such as"),
     "groups without names": ((FITTED,), {"groups": ["L0H1"]}, r"groups must be heads by the name of a group"),
     "group of unknown heads": ((FITTED,), {"groups": {"a": ["L9H0"]}}, r"groups.*9"),
-    "another word": ((FITTED,), {"exact": "most"}, r"exact given as text must be labels .*most"),
+    "another word": (
+        (FITTED,),
+        {"exact": "most"},
+        "^exact must be 'half', 'all', a number of heads, or heads .*'most'",
+    ),
+    "no heads": ((FITTED,), {"exact": None}, "^exact must be 'half', 'all', .* got None"),
+    "half a head": ((FITTED,), {"exact": 2.5}, r"^exact must be 'half', 'all', .* got 2\.5"),
 }
 
 
@@ -453,7 +459,8 @@ def test_equal_texts_are_warned_of(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     for texts in ((torch.cat([MEASURED, MEASURED[:1]]),), (FITTED[:, :11], torch.cat([FITTED[:2, :11], MEASURED[:1]]))):
         with pytest.warns(UserWarning, match=r"2 of [34] measured texts occur more than once among the texts"):
-            measured(model, *texts, layers=1, heads=[0], exact=0)
+            table = measured(model, *texts, layers=1, heads=[0], exact=0)
+        assert table.attrs["statement"].startswith("Of what 1 head contributes in ")
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -63,6 +63,12 @@ def test_what_cannot_be_cut(text: Any, options: dict[str, Any], message: str) ->
         cut_text(MODELS["bridge"], text, **options)
 
 
+@pytest.mark.parametrize(("name", "advice"), [("demo", r": load it, load_model\('demo'\)$"), (None, "NoneType$")])
+def test_what_is_no_model_is_told_before_its_tokenizer(name: Any, advice: str) -> None:
+    with pytest.raises(ValueError, match=f"model must be .*, got .*{advice}"):
+        cut_text(name, "text")
+
+
 @pytest.mark.parametrize("adds", BEGINS)
 @pytest.mark.parametrize("written", [False, True])
 def test_tokens_that_a_tokenizer_adds(adds: str, written: bool) -> None:

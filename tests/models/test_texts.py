@@ -186,6 +186,10 @@ def test_what_is_no_text_is_named(demo: Any) -> None:
         ValueError, match=r"tokens must be text or an integer tensor .*got list: torch.tensor makes one"
     ):
         read_texts(demo, [[1, 2, 3]])
+    for wrong in (None, 5):
+        message = rf"tokens must be text or an .*, a list of either, or what a tokenizer returns, got {wrong}$"
+        with pytest.raises(ValueError, match=message):
+            read_texts(demo, wrong)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

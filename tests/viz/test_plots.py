@@ -462,6 +462,11 @@ def test_arrows_join_the_places_of_heads_in_two_models() -> None:
     assert heads_of(figure).keys() == heads_of(plot_where_or_what(before)).keys()
 
 
+def test_a_table_of_where_or_what_is_for_another_plot() -> None:
+    with pytest.raises(ValueError, match=r"a table without gap: plot_where_or_what draws that of where_or_what$"):
+        plot_verdicts(PLANE)
+
+
 def test_the_same_heads_are_in_both_tables() -> None:
     with pytest.raises(ValueError, match="after must have the heads of table, got one without L0H0"):
         plot_where_or_what(PLANE, after=PLANE.query("layer == 1"))

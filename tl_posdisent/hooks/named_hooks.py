@@ -29,7 +29,11 @@ def named_hooks(model: Any, interventions: Any) -> dict[str, Sequence[Hook]]:
         interventions = {interventions.name: interventions}
     named = isinstance(interventions, Mapping) and all(isinstance(name, str) for name in interventions)
     if not named or not interventions:
-        raise ArgumentError("interventions", f"must be hooks by name, or hooks, got {shown(interventions)}")
+        raise ArgumentError(
+            "interventions",
+            f'must be hooks by name, {{"name": hooks}}, or those of one intervention of this package, got '
+            f"{shown(interventions)}; intervention_losses takes hooks of your own as well, by name",
+        )
     if UNMODIFIED in interventions:
         raise ArgumentError("interventions", f"must not be named {UNMODIFIED!r}, the run without hooks: rename it")
     by_name: dict[str, Sequence[Hook]] = {}

@@ -88,8 +88,9 @@ def head_effects(
             alone if it is the loss or a ``logit_difference``, otherwise with all texts at once.
         draws: draws of labels for each text. With 0, there is no ``curvature``, and heads are run by the size of
             ``first``. Its relative error for one head is about ``sqrt(2 / (draws * texts))``.
-        exact: a quarter of the number of heads that are run one by one for each intervention: how many of the largest
-            divergences are likely to be among them. ``"all"`` runs each head, 0 none.
+        exact: a quarter of the number of heads that are run one by one for each intervention (in ``where_or_what``, an
+            integer is that number itself): how many of the largest divergences are likely to be among them. ``"all"``
+            runs each head, 0 none.
         seed: seed of the labels. A text's labels do not depend on the other texts.
 
     Returns:

@@ -52,8 +52,7 @@ def intervention_losses(
             logits; invalid tokens.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, dummy_distance, load_demo_model, remap_distance
-        >>> from tl_posdisent.experiments import intervention_losses
+        >>> from tl_posdisent import demo_tokens, dummy_distance, intervention_losses, load_demo_model, remap_distance
         >>> model, tokens = load_demo_model(), demo_tokens(length=128).view(2, 64)
         >>> far = remap_distance(model, lambda d: d.clamp(max=16))
         >>> interventions = {"every distance 5": dummy_distance(model, 5), "at most 16": far}

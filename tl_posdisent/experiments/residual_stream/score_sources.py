@@ -65,6 +65,7 @@ class ScoreSources(HasTable):
         removed: for each source that was removed from the stream before the layer, by how much this lowered the scores,
             ``[key]``: here the norms respond.
         scale, rotary: scale of the layer's scores, and its rotation, of no subspace in a layer that does not rotate.
+        text, n_texts: index of the text, and number of those given.
     """
 
     layer: int
@@ -82,6 +83,8 @@ class ScoreSources(HasTable):
     removed: Mapping[str, Tensor]
     scale: float
     rotary: Rotary
+    text: int = 0
+    n_texts: int = 1
 
     @property
     def pieces(self) -> tuple[str, ...]:
@@ -185,8 +188,9 @@ class ScoreSources(HasTable):
 
     def __repr__(self) -> str:
         minus = "" if self.against is None else f", minus the score of {self._named(self.against)}"
+        of = f" (text {self.text} of {self.n_texts})" if self.n_texts > 1 else ""
         lines = [
-            f"ScoreSources of {head_label(self.layer, self.head)}: query {self._named(self.query)}, "
+            f"ScoreSources of {head_label(self.layer, self.head)}: query {self._named(self.query)}{of}, "
             f"{plural(len(self.keys), 'key')}{minus}, {plural(len(self.sources), 'source')}; the terms add up to the "
             f"scores within {self.error():.0e}"
         ]
@@ -291,7 +295,8 @@ def score_sources(
     words = tuple(token_words(model, ids[0]))
     against = None if against is None else int(rows[-1])
     place = (spec.layer, head, query, tuple(key_positions), against, words, tuple(names))
-    return ScoreSources(*place, query_parts, key_parts, own_scores, float(distance), limits, falls, scale, rotary)
+    parts = (query_parts, key_parts, own_scores)
+    return ScoreSources(*place, *parts, float(distance), limits, falls, scale, rotary, text, len(texts.tokens))
 
 
 def _positions(spec: AttentionSpec, length: int, query: Any, keys: Any, against: Any) -> tuple[int, list[int]]:

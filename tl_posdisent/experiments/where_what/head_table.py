@@ -114,9 +114,10 @@ def statement(table: pd.DataFrame, measured: Measured, lengths: Sequence[int]) -
     where, what, neither = (_percent(measured.part_of_sum(name)) for name in PARTS)
     total = table["contribution"].sum() or 1.0
     run = table.loc[table["measured"] == "run", "contribution"].sum() / total
+    heads = plural(len(table), "head contributes", "heads contribute")
     by_runs = "all of it" if bool(measured.run.all()) else f"{100 * run:.0f} % of it"
     return (
-        f"Of what {plural(len(table), 'head')} contribute in {texts_in_words(lengths)}, each alone, {where} % depends "
+        f"Of what {heads} in {texts_in_words(lengths)}, each alone, {where} % depends "
         f"on where keys are, {what} % on what they are, {neither} % on neither ({by_runs} measured by runs). "
         f"{verdict_counts(table)}"
     )

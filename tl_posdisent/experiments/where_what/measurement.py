@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -20,7 +21,7 @@ from tl_posdisent.hooks.hook_list import any_heads, pairs_of
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.running.partial_forward import BlockFacts
 from tl_posdisent.utils.errors import ArgumentError, naming
-from tl_posdisent.utils.validation import check_integer, head_label, is_integer
+from tl_posdisent.utils.validation import check_integer, head_label, is_integer, shown
 
 Exact = int | Literal["half", "all"] | Sequence[tuple[int, int] | str]
 """How many heads of the largest contribution are run, or which."""
@@ -66,6 +67,11 @@ def heads_to_run(reading: ModelReading, pairs: Sequence[Head], exact: Exact) -> 
         return HeadsToRun(most, half=True) if exact == "half" else HeadsToRun(len(pairs))
     if is_integer(exact):
         return HeadsToRun(min(check_integer("exact", exact, 0), len(pairs)))
+    words = isinstance(exact, str) and not re.fullmatch(r"L\d+H\d+", exact)
+    if words or not isinstance(exact, Iterable):
+        raise ArgumentError(
+            "exact", f"must be 'half', 'all', a number of heads, or heads such as 'L16H0', got {shown(exact)}"
+        )
     with naming(heads="exact"):
         asked = pairs_of(any_heads(reading, None, exact))
     if missing := [head_label(*pair) for pair in asked if pair not in pairs]:

@@ -103,8 +103,9 @@ def where_or_what(
         groups: heads that are replaced together, by a name, such as ``{"induction": ["L17H3", "L18H6"]}``: one row for
             each group instead of each head, by runs. What single heads need does not say what they need together.
         draws: as in ``head_effects``, at least 1.
-        exact: how many heads of the largest contribution are run; ``"half"``, as many as carry half of the sum, and
-            the largest in each sixth of the layers, at most 24; ``"all"``; or which: labels or pairs.
+        exact: how many heads of the largest contribution are run (``head_effects`` takes a quarter of this number);
+            ``"half"``, as many as carry half of the sum, and the largest in each sixth of the layers, at most 24;
+            ``"all"``; or which: labels or pairs.
         negligible: the contribution in nats per predicted token below which a head is not used.
         ignore: token ids, such as those of a chat template, whose predictions are not counted.
         seed: as in ``head_effects``.

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tl_posdisent.models.running.model_parts import check_weights, device_of
+from tl_posdisent.models.running.model_parts import check_weights, device_of, n_layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import is_integer, shown
 
@@ -311,8 +311,12 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
     that is also the id of the beginning (or end) of a text counts as padding if it occurs two or more times in a row.
     """
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex():
-        kind = tokens.dtype if isinstance(tokens, Tensor) else f"{type(tokens).__name__}: torch.tensor makes one of ids"
-        raise ArgumentError("tokens", f"must be text or an integer tensor of shape (batch, pos), got {kind}")
+        needed, got = "must be text or an integer tensor of shape (batch, pos)", getattr(tokens, "dtype", None)
+        if isinstance(tokens, (list, tuple)):
+            got = f"{type(tokens).__name__}: torch.tensor makes one of ids"
+        elif not isinstance(tokens, Tensor):
+            needed, got = f"{needed}, a list of either, or what a tokenizer returns", shown(tokens)
+        raise ArgumentError("tokens", f"{needed}, got {got}")
     check_weights(model)
     if tokens.dtype == torch.bool or tokens.ndim not in (1, 2) or tokens.numel() == 0 or tokens.shape[-1] < 2:
         raise ArgumentError(
@@ -337,6 +341,7 @@ def text_ids(model: Any, text: str) -> Int[Tensor, "1 _pos"]:
     It begins with the BOS token if the model's texts do, once, also if that is written, as in chat templates.
     """
     if getattr(model, "tokenizer", None) is None:
+        n_layers(model)  # what is no model is told first
         raise ArgumentError("tokens", "were given as text, but the model has no tokenizer: pass token ids")
     try:
         text.encode("utf-8")

@@ -86,9 +86,11 @@ def check_table(table: Any, columns: Sequence[str], numbers: Sequence[str], make
         raise ArgumentError("table", f"must be a pandas table as from {makers}, got {type(table).__name__}")
     missing = [name for name in needed if name not in table.columns]
     if missing:
+        other = ": plot_where_or_what draws that of where_or_what" if {"where_part"} & {*table} - {*needed} else ""
         raise ArgumentError(
             "table",
-            f"must have the columns {', '.join(needed)}, as from {makers}, got a table without {', '.join(missing)}",
+            f"must have the columns {', '.join(needed)}, as from {makers}, got a table without {', '.join(missing)}"
+            f"{other}",
         )
     if table.empty:
         raise ArgumentError("table", f"must have rows, as from {makers}, got none")
