@@ -29,12 +29,13 @@ def applied_to(model: Any, hooks: Any) -> None:
         model(TOKENS)
 
 
-def broken(kind: str, name: str, value: float) -> Any:
-    """With one such weight in the queries of its second layer."""
+def broken(kind: str, name: str, value: float, of: str = "q") -> Any:
+    """With one such weight in the queries (or values) of its second layer."""
     model = zoo.load(kind, name)
+    attention = model.blocks[1].attn
     with torch.no_grad():
-        query = model.blocks[1].attn.W_Q if kind == "hooked" else model.blocks[1].attn.q.weight
-        query.view(-1)[0] = value
+        weight = {"q": attention.W_Q, "v": attention._W_V}[of] if kind == "hooked" else getattr(attention, of).weight
+        weight.view(-1)[0] = value
     return model
 
 
@@ -46,6 +47,24 @@ def test_a_layer_whose_scores_are_not_finite(kind: str, value: float) -> None:
     model = broken(kind, "llama-gqa", value)
     for run in TOOLS.values():
         with pytest.raises(ValueError, match=r"^scores .*(contain NaN|got nan).* the model's weights or .*activations"):
+            run(model)
+
+
+PREDICTIONS: dict[str, Callable[[Any], Any]] = {
+    "where_or_what": TOOLS["where_or_what"],
+    "describe_head": lambda model: tp.describe_head(model, TOKENS, "L1H0", progress=False),
+    "attention_ladder": lambda model: tp.attention_ladder(model, TOKENS, layers=1, rungs=["uniform"], progress=False),
+    "head_effects": lambda model: tp.head_effects(model, TOKENS, tp.dummy_distance(model, 5), progress=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:texts have 12 tokens")
+@pytest.mark.parametrize("kind", zoo.KINDS)
+def test_predictions_that_are_not_finite(kind: str) -> None:
+    """By values: scores are finite, and no tool has a number to say."""
+    model = broken(kind, "llama-gqa", math.nan, "v")
+    for run in PREDICTIONS.values():
+        with pytest.raises(ValueError, match=r"^logits contain NaN or inf: the model's weights or its activations do"):
             run(model)
 
 

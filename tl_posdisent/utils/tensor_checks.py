@@ -56,3 +56,17 @@ def real_numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor
     if x.ndim != 1 or len(x) == 0:
         raise ArgumentError(name, f"must be one-dimensional and not empty, got shape {tuple(x.shape)}")
     return x.to(device)
+
+
+def refuse_nan(what: str, x: Tensor) -> None:
+    """Raise for what a model computed with NaN or inf, the reason for whatever else is wrong with it; -inf is a mask.
+
+    >>> refuse_nan("scores of layer 2", torch.tensor([0.0, torch.nan]))
+    Traceback (most recent call last):
+    ValueError: scores of layer 2 contain NaN or inf: the model's weights or its activations do. Check the weights; ...
+    """
+    if bool((x.isnan() | x.isposinf()).any()):
+        raise ValueError(
+            f"{what} contain NaN or inf: the model's weights or its activations do. Check the weights; if they are in "
+            "float16, load them in bfloat16 or float32"
+        )

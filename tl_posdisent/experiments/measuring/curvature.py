@@ -26,7 +26,12 @@ from tl_posdisent.experiments.measuring.looking import Results, look
 from tl_posdisent.experiments.measuring.metrics import LogitDifference, Metric, as_numbers, is_separable, values_of
 from tl_posdisent.experiments.measuring.part_runs import Head
 from tl_posdisent.experiments.measuring.text_parts import Batch, Part, can_pad, parts_of
-from tl_posdisent.experiments.measuring.token_losses import as_log_probabilities, counted_in, logits_of, n_predictions
+from tl_posdisent.experiments.measuring.token_losses import (
+    clean_log_probabilities,
+    counted_in,
+    logits_of,
+    n_predictions,
+)
 from tl_posdisent.hooks.hook_list import Hooks
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.running.forward_pass import Pass, running, with_gradients
@@ -203,9 +208,9 @@ def _differentiate(
         graphs = [_graph(p, batch, layers) for batch in part.batches]
         results = [z for graph in graphs for z in graph.z.values()]
         outputs = part.of_groups([graph.output for graph in graphs])
-        slopes = None if metric is None else _gradients(_sum_of(metric, part, outputs), results, keep=draws > 0)
         logits = [_logits(x, group.tokens) for x, group in zip(outputs, part.texts.groups, strict=True) if draws]
-        log_p = [as_log_probabilities(x) for x in logits]
+        log_p = [clean_log_probabilities(x) for x in logits]
+        slopes = None if metric is None else _gradients(_sum_of(metric, part, outputs), results, keep=draws > 0)
         labels = [
             _labels(part, group, output, x, draws, seed)
             for x, output, group in zip(log_p, outputs, part.texts.groups, strict=bool(draws))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tl_posdisent.models.running.texts import TextGroup, Texts
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.tensor_checks import refuse_nan
 
 _MAX_LOG_PROBABILITIES = 2**19  # number of log-probabilities computed at a time, to stay in the CPU's cache
 
@@ -31,6 +32,12 @@ def check_logits(output: Any, tokens: Int[Tensor, "batch pos"]) -> None:
 def as_log_probabilities(logits: Float[Tensor, "*batch v"]) -> Float[Tensor, "*batch v"]:
     """Compute log-probabilities of a model's logits, in float32 or wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def clean_log_probabilities(logits: Float[Tensor, "*batch v"]) -> Float[Tensor, "*batch v"]:
+    """Compute log-probabilities of the unmodified model, or raise if it has no predictions but NaN."""
+    refuse_nan("logits", logits)
+    return as_log_probabilities(logits)
 
 
 def token_losses(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch read"]) -> Float[Tensor, "batch _"]:
@@ -94,7 +101,7 @@ def divergence(
 ) -> Callable[[Sequence[Any]], Float64[Tensor, " text"]]:
     """Compare texts by the mean of KL(unmodified ‖ changed) over the predictions that count; NaN without any."""
     logits = [logits_of(output, group.tokens) for output, group in zip(unmodified, texts.groups, strict=True)]
-    clean = [None if x is None else as_log_probabilities(x) for x in logits]
+    clean = [None if x is None else clean_log_probabilities(x) for x in logits]
 
     def compare(outputs: Sequence[Any]) -> Float64[Tensor, " text"]:
         by_text = torch.full((len(texts.tokens),), torch.nan, dtype=torch.float64)
@@ -124,7 +131,7 @@ def by_token(
     """
     for output, group in zip(unmodified, texts.groups, strict=True):
         check_logits(output, group.tokens)
-    clean = [as_log_probabilities(output) for output in unmodified]
+    clean = [clean_log_probabilities(output) for output in unmodified]
     longest = texts.longest - 1
 
     def compare(outputs: Sequence[Any]) -> Float64[Tensor, "text predicted 2"]:

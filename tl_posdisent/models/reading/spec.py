@@ -18,6 +18,7 @@ from tl_posdisent.models.reading.geometry import Geometry
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.tensor_checks import refuse_nan
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,7 @@ class AttentionSpec(Geometry):
 
     def refuse_nan(self, scores: Float[Tensor, "*cells"]) -> None:
         """Raise for scores (a pattern) with NaN or inf, the reason for whatever else is wrong with them."""
-        if bool((scores.isnan() | scores.isposinf()).any()):
-            raise ValueError(
-                f"scores of layer {self.layer} of {self.architecture} contain NaN or inf: the model's weights or "
-                "its activations do. Check the weights; if they are in float16, load them in bfloat16 or float32"
-            )
+        refuse_nan(f"scores of layer {self.layer} of {self.architecture}", scores)
 
     def other_mask(self, length: int, *, more: bool = False) -> str:
         """Return the error message for a mask other than the one read; raise if the text is longer than it holds.
