@@ -213,6 +213,7 @@ def test_copies_are_equal(kind: str, name: str, shared_model: Any) -> None:
     assert (table["changed"] == "").all()
     assert table["same_weights"].all()
     assert table.attrs["statement"] == "All weights of the two models are equal. All differences are 0."
+    assert "Empty" not in repr(table) + table._repr_html_()
     assert repr(table).startswith(table.attrs["statement"])
 
 

@@ -243,3 +243,24 @@ def test_what_cannot_be_ignored(demo: Any) -> None:
         read_texts(demo, tokens, ignore=[5, 7, 8])
     with pytest.raises(ValueError, match="tokens must be texts of at least three tokens"):
         read_texts(demo, tokens[:, :2]).without_first()
+
+
+@pytest.mark.parametrize("backend", zoo.KINDS)
+def test_texts_unlike_those_of_the_training_are_warned_of(backend: Any) -> None:
+    """Once a call, of ids and of a string; a model that is loaded for longer texts has a longer context."""
+    model, options = tp.load_demo_model(backend=backend, n_ctx=40), {"layers": [0], "heads": [0], "progress": False}
+    tokens = tp.cut_text(model, tp.demo_text(), length=40, texts=3)
+    with pytest.warns(UserWarning, match=r"^2 of 3 texts do not begin with the BOS token") as caught:
+        tp.additivity(model, torch.cat([tokens[:1], tokens[1:].roll(-1, 1)]), **options)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tp.additivity(model, tokens, **options)
+        tp.additivity(model, ["We the people of the United States", "And so it was, in the end"], **options)
+        model.cfg.default_prepend_bos = False
+        tp.additivity(model, tokens[:, 1:], **options)
+    model.cfg.default_prepend_bos = True
+    model.cfg.n_ctx = 39
+    with pytest.warns(UserWarning, match=r"^the longest text has 40 tokens, and the model a context of 39: ") as caught:
+        tp.additivity(model, tokens, **options)
+    assert len(caught) == 1

@@ -41,14 +41,16 @@ class HeadTable(pd.DataFrame):
     def __repr__(self) -> str:
         if not self._is_whole:
             return super().__repr__()
-        tables = self._summary().to_string(index=False), self._few().to_string(**_shown_rows(len(self)))
-        return "\n\n".join([self.attrs["statement"], *tables, self._size])
+        summary, rows = self._summary(), self._few().to_string(**_shown_rows(len(self)))
+        counts = [] if summary.empty else [summary.to_string(index=False)]
+        return "\n\n".join([self.attrs["statement"], *counts, rows, self._size])
 
     def _repr_html_(self) -> str:
         if not self._is_whole:
             return pd.DataFrame(self)._repr_html_() or ""  # type: ignore[operator]
-        tables = self._summary().to_html(index=False), self._few().to_html(**_shown_rows(len(self)))
-        return f"<p>{html.escape(self.attrs['statement'])}</p>{''.join(tables)}<p>{html.escape(self._size)}</p>"
+        summary, rows = self._summary(), self._few().to_html(**_shown_rows(len(self)))
+        counts = "" if summary.empty else summary.to_html(index=False)
+        return f"<p>{html.escape(self.attrs['statement'])}</p>{counts}{rows}<p>{html.escape(self._size)}</p>"
 
     def _few(self) -> pd.DataFrame:
         """The columns that a screen has room for."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from tl_posdisent.hooks.hook_list import Chosen, Hooks, hooks_for, pairs_of
 from tl_posdisent.hooks.positions import remap_distance
 from tl_posdisent.hooks.substitute_attention import substitute_attention
 from tl_posdisent.models.reading.model_reading import ModelReading
-from tl_posdisent.models.running.texts import Texts, TokenIds, Tokens, read_texts, special_id, text_ids
+from tl_posdisent.models.running.texts import Texts, TokenIds, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError, naming
 from tl_posdisent.utils.words import plural
 
@@ -96,11 +96,11 @@ def folds(
                 f"must be no longer than tokens, {texts.longest} tokens, got {measured.longest}: attention by the "
                 "distance has no value for larger distances. Cut them, or give longer tokens",
             )
-        _warn_of_texts(reading.model, measured, [*texts.unpadded(), *measured.unpadded()])
+        _warn_of_texts(measured, [*texts.unpadded(), *measured.unpadded()])
         return measured, [Fold(measured, range(len(measured.tokens)), texts, replacements(reading, texts, chosen))]
     _require_two(texts)
     texts = texts.cut(sorted(texts.lengths)[-2])
-    _warn_of_texts(reading.model, texts, texts.unpadded())
+    _warn_of_texts(texts, texts.unpadded())
     by_length = sorted(range(len(texts.tokens)), key=lambda row: -texts.lengths[row])
     halves = [by_length[::2], by_length[1::2]]
     taken = [texts.take(half) for half in halves]
@@ -167,17 +167,8 @@ def _require_two(texts: Texts) -> None:
         )
 
 
-def _warn_of_texts(model: Any, measured: Texts, texts: Sequence[Tensor]) -> None:
-    """Warn of measured texts without BOS, that are short, or that occur twice among those measured or fitted."""
-    bos = special_id(model, "bos")
-    without = [text for text in measured.unpadded() if text[0] != bos]
-    if without and getattr(model, "tokenizer", None) is not None and text_ids(model, "a")[0, 0] == bos:
-        warnings.warn(
-            f"{len(without)} of {plural(len(measured.tokens), 'text')} do not begin with the BOS token, as the model's "
-            "texts do: heads that attend to it by default attend elsewhere, so that other parts come out. "
-            "cut_text(model, text) begins each text with it",
-            stacklevel=4,
-        )
+def _warn_of_texts(measured: Texts, texts: Sequence[Tensor]) -> None:
+    """Warn of measured texts that are short, or that occur twice among those that are measured or fitted."""
     n_texts, mean = len(measured.tokens), sum(measured.lengths) / len(measured.tokens)
     if mean < _SHORT:
         warnings.warn(

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tl_posdisent.models.running.model_parts import check_weights, device_of, n_layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import is_integer, shown
+from tl_posdisent.utils.words import plural
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +197,11 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None, ignore: Any 
             padding on both sides of a text, or with fewer than two tokens in a text; a mask beside strings or a list;
             what is not an id; a text without a prediction that counts.
     """
-    texts = tokens if isinstance(tokens, Texts) else _read_texts(model, tokens, attention_mask)
+    if isinstance(tokens, Texts):
+        texts = tokens
+    else:
+        texts = _read_texts(model, tokens, attention_mask)
+        _warn_of_other_texts(model, texts)
     if ignore is None:
         return texts
     ignored = torch.tensor(_token_ids(model, ignore), dtype=torch.int64, device=texts.tokens.device)
@@ -227,6 +232,26 @@ def _read_texts(model: Any, tokens: Any, attention_mask: Any) -> Texts:
             stacklevel=4,
         )
     return Texts.of(ids, real, real)
+
+
+def _warn_of_other_texts(model: Any, texts: Texts) -> None:
+    """Warn of texts that are not like those of the training: without BOS, or beyond the context."""
+    bos = special_id(model, "bos")
+    without = sum(int(text[0]) != bos for text in texts.unpadded())
+    if without and getattr(model, "tokenizer", None) is not None and int(text_ids(model, "a")[0, 0]) == bos:
+        warnings.warn(
+            f"{without} of {plural(len(texts.lengths), 'text')} do not begin with the BOS token, as the model's texts "
+            "do: heads that attend to it by default attend elsewhere, and numbers differ. cut_text(model, text) "
+            "begins each text with it",
+            stacklevel=4,
+        )
+    context = getattr(model.cfg, "n_ctx", None) or texts.longest
+    if texts.longest > context:
+        warnings.warn(
+            f"the longest text has {texts.longest} tokens, and the model a context of {context}: what it does beyond "
+            "is measured, too. cut_text(model, text) makes parts; for a longer context load the model with n_ctx=",
+            stacklevel=4,
+        )
 
 
 def _token_ids(model: Any, ignore: Any) -> list[int]:
