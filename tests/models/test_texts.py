@@ -160,7 +160,7 @@ def test_padding_without_a_mask(
         assert len(read_texts(model, tokens, torch.ones_like(tokens)).groups) == 1
         read_texts(model, tokens, tokens != 0)
     edge = "beginning" if side == "left" else "end"
-    words = [str(x.message).split(" of text")[0] for x in found]
+    words = [str(x.message).split(" of text")[0] for x in found if "BOS" not in str(x.message)]
     assert words == [f"attention_mask is 1 at the padding id 0 at the {edge}"] * (not text)
 
 
