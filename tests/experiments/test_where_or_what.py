@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from functools import partial
 from typing import Any
 
@@ -17,8 +16,6 @@ from torch import Tensor
 
 from tl_posdisent import (
     ablate_heads,
-    cut_text,
-    demo_text,
     demo_tokens,
     describe_head,
     knock_out,
@@ -432,20 +429,6 @@ def test_sentences_are_measured_as_they_are() -> None:
     pd.testing.assert_frame_equal(one, other)
     with pytest.raises(ValueError, match=r'without padding, .*\{"input_ids": ids, "attention_mask": mask\}'):
         where_or_what(model, with_mask["input_ids"], progress=False)
-
-
-@pytest.mark.parametrize("backend", zoo.KINDS)
-def test_texts_without_bos_are_warned_of(backend: Any) -> None:
-    model = load_demo_model(backend=backend)
-    tokens, few = cut_text(model, demo_text(), length=40, texts=4), {"heads": "L0H5", "exact": 0, "progress": False}
-    message = r"^2 of 4 texts do not begin with the BOS token"
-    with pytest.warns(UserWarning, match=message):
-        where_or_what(model, torch.cat([tokens[:2], tokens[2:].roll(-1, 1)]), **few)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        where_or_what(model, tokens, **few)
-        model.cfg.default_prepend_bos = False
-        where_or_what(model, tokens[:, 1:], **few)
 
 
 def test_short_texts_are_warned_of() -> None:
