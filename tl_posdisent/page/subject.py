@@ -12,7 +12,7 @@ from torch import Tensor
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.cut_text import cut_ids
-from tl_posdisent.models.running.texts import Tokens, read_texts, token_words
+from tl_posdisent.models.running.texts import Tokens, read_texts, text_ids, token_words
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import listed
 from tl_posdisent.utils.words import plural
@@ -84,7 +84,8 @@ def read_subject(model: Any, text: Tokens, layers: Any = None, heads: Any = None
     reading = read_model(model)
     chosen = reading.heads(layers, listed("heads", heads))
     try:
-        texts = read_texts(reading.model, text)
+        whole = text_ids(reading.model, text)[0] if isinstance(text, str) else None
+        texts = read_texts(reading.model, text if whole is None else cut_ids(reading.model, whole))
     except ValueError as error:
         raise ArgumentError("text", f"cannot be used: {error}") from error
     if len(texts.groups) > 1:
@@ -94,7 +95,7 @@ def read_subject(model: Any, text: Tokens, layers: Any = None, heads: Any = None
             "string, which is cut into equal parts",
         )
     (group,) = texts.groups
-    tokens = cut_ids(reading.model, group.tokens[0]) if isinstance(text, str) else group.tokens
     longest = min(POSITIONS, getattr(reading.model.cfg, "n_ctx", None) or POSITIONS)
-    subject = Subject(reading, tokens, sum(texts.lengths), [], chosen).cut(longest, TOKENS)
+    n_tokens = sum(texts.lengths) if whole is None else len(whole)
+    subject = Subject(reading, group.tokens, n_tokens, [], chosen).cut(longest, TOKENS)
     return replace(subject, words=token_words(reading.model, subject.tokens[0]))
