@@ -11,7 +11,7 @@ import torch
 from support import zoo
 
 import tl_posdisent as tp
-from tl_posdisent.experiments import positional_subspace
+from tl_posdisent.experiments import attention_by_distance, positional_subspace
 from tl_posdisent.hooks import applied
 
 TOKENS = zoo.random_tokens()
@@ -19,6 +19,7 @@ TOOLS: dict[str, Callable[[Any], Any]] = {
     "additivity": lambda model: tp.additivity(model, TOKENS, progress=False),
     "capture": lambda model: list(tp.capture(model, TOKENS)),
     "where_or_what": lambda model: tp.where_or_what(model, TOKENS, progress=False),
+    "attention_by_distance": lambda model: attention_by_distance(model, TOKENS, progress=False),
     "head_labels": lambda model: tp.head_labels(model, TOKENS, progress=False),
     "score_sources": lambda model: tp.score_sources(model, TOKENS, 1, 0, 5),
     "an intervention": lambda model: applied_to(model, tp.dummy_distance(model, 5)),

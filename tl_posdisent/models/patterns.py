@@ -25,16 +25,21 @@ def for_each_pattern(
 ) -> None:
     """Run the model, to its end or up to the last of these layers, and call ``function`` with each spec and pattern.
 
-    The pattern is the model's own, in its dtype; where it is not shown, the softmax of the scores.
+    The pattern is the model's own, in its dtype; where it is not shown, the softmax of the scores. NaN is refused, at
+    the scores where they are shown: in its pattern HookedTransformer puts 0 in the place of NaN.
     """
     hooks: list[Hook] = []
     for spec in specs:
+
+        def refuse(x: Tensor, hook: Any, spec: AttentionSpec = spec) -> None:
+            spec.refuse_nan(x)
 
         def listen(x: Tensor, hook: Any, spec: AttentionSpec = spec) -> None:
             x = x.detach()
             function(spec, x if spec.taps.pattern else masked_softmax(x, ~spec.is_masked(x)))
 
-        hooks.append((pattern_or_scores(spec), listen))
+        read = pattern_or_scores(spec)
+        hooks += [(spec.taps.scores or read, refuse), (read, listen)]
     with running(model) as p:
         p.run(tokens, hooks, stop=None if whole else max(spec.layer for spec in specs) + 1)
 

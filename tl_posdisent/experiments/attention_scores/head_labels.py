@@ -184,9 +184,6 @@ def _add_means(
     heads = {spec.layer: numbers for spec, numbers in chosen}
 
     def add(spec: AttentionSpec, pattern: Pattern) -> None:
-        # HookedTransformer puts 0 in the place of NaN; a query whose sink has all attention has 0, too.
-        hidden = ~pattern.any(-1, keepdim=True) if spec.sinks is None else torch.tensor(False)
-        spec.refuse_nan(pattern.masked_fill(hidden.to(pattern.device), torch.nan))
         by_head = [measure(one.double()) for one in of_heads(pattern, heads[spec.layer]).split(1, 1)]  # less memory
         for name in by_head[0]:
             sums[name, spec.layer] += torch.cat([x[name] for x in by_head], 1).sum(0).cpu() * (1 / n_texts)
