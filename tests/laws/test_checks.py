@@ -356,3 +356,5 @@ def test_hooks_of_another_model(kind: str, name: str, shared_model: Callable[[st
             with pytest.raises(ValueError, match="made for another model"):
                 run(other, hooks)
         assert torch.equal(other(TOKENS), before)
+        with pytest.raises(ValueError, match="were made for different models"):
+            ways["hidden"] + ablate_heads(other, "L0H1")

@@ -169,7 +169,8 @@ def joined(hooks: Iterable[Hooks]) -> Hooks:
     others: list[Any] = []
     for each in hooks:
         for layer, spec in each.specs.items():
-            if specs.setdefault(layer, spec) != spec:
+            there = specs.setdefault(layer, spec)
+            if there != spec or there.points != spec.points:
                 raise ValueError(
                     f"hooks of {spec.architecture} were made for different models, or some of them before the model "
                     "was changed: make them again, for one model"
