@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -21,6 +20,7 @@ from tl_posdisent.hooks.hook_list import any_heads, pairs_of
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.running.partial_forward import BlockFacts
 from tl_posdisent.utils.errors import ArgumentError, naming
+from tl_posdisent.utils.labels import is_label
 from tl_posdisent.utils.validation import check_integer, head_label, is_integer, shown
 
 Exact = int | Literal["half", "all"] | Sequence[tuple[int, int] | str]
@@ -67,8 +67,7 @@ def heads_to_run(reading: ModelReading, pairs: Sequence[Head], exact: Exact) -> 
         return HeadsToRun(most, half=True) if exact == "half" else HeadsToRun(len(pairs))
     if is_integer(exact):
         return HeadsToRun(min(check_integer("exact", exact, 0), len(pairs)))
-    words = isinstance(exact, str) and not re.fullmatch(r"L\d+H\d+", exact)
-    if words or not isinstance(exact, Iterable):
+    if not isinstance(exact, Iterable) or (isinstance(exact, str) and not is_label(exact)):
         raise ArgumentError(
             "exact", f"must be 'half', 'all', a number of heads, or heads such as 'L16H0', got {shown(exact)}"
         )
