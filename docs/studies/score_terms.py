@@ -75,7 +75,7 @@ def example(model: Any, question: str, text: str, draw: int, speeches: Tensor) -
 def explained(reading: Any, x: tuple[Tensor, int, int, int], layer: int, head: int, remove: Sequence[str] = ()) -> Any:
     tokens, query, key, against = x
     options: dict[str, Any] = {"against": against, "wavelengths": [32], "remove": remove}
-    return tp.score_sources(reading, tokens, layer, head, query, key, **options)
+    return tp.score_sources(reading, tokens, (layer, head), query, key, **options)
 
 
 def largest_terms(draws: Sequence[Any], side: str) -> list[str]:

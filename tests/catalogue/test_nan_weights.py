@@ -21,7 +21,7 @@ TOOLS: dict[str, Callable[[Any], Any]] = {
     "where_or_what": lambda model: tp.where_or_what(model, TOKENS, progress=False),
     "attention_by_distance": lambda model: attention_by_distance(model, TOKENS, progress=False),
     "head_labels": lambda model: tp.head_labels(model, TOKENS, progress=False),
-    "score_sources": lambda model: tp.score_sources(model, TOKENS, 1, 0, 5),
+    "score_sources": lambda model: tp.score_sources(model, TOKENS, "L1H0", 5),
     "an intervention": lambda model: applied_to(model, tp.dummy_distance(model, 5)),
 }
 

@@ -34,7 +34,7 @@ GOOD: dict[str, Any] = {
     "interventions": lambda model: {"flat": tp.hooks.substitute_attention(model, "uniform")},
     "heldout": TOKENS,
     "layer": 1,
-    "head": 1,
+    "head": "L1H1",
     "query": -1,
     "seeds": [0],
     "rungs": ["uniform", "static"],
@@ -183,3 +183,27 @@ def test_forms_of_heads(function: Call, shared_reading: Any) -> None:
     both = both if isinstance(both, pd.DataFrame) else both.order.sort_values(["layer", "head"])
     places = both[["layer", "head"]].dropna().drop_duplicates()  # a row of several heads has no number
     assert places.values.tolist() == [[0, 2], [1, 3]]
+
+
+OF_ONE_HEAD: dict[str, Callable[[Any, Any], Any]] = {
+    "score_sources": lambda model, head: tp.score_sources(model, TOKENS, head, -1),
+    "describe_head": lambda model, head: tp.describe_head(model, TOKENS, head, seeds=0, progress=False),
+    "only": lambda model, head: tp.dummy_distance(model, 3).only(head),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", OF_ONE_HEAD)
+def test_forms_of_one_head(name: str, shared_reading: Any) -> None:
+    """A label, a pair, or a pair counted from the end, except in a list of hooks, which has no end."""
+    reading = shared_reading("bridge", "llama-gqa")
+    expected = OF_ONE_HEAD[name](reading, "L1H3")
+    assert "L1H3" in repr(expected)
+    for form in ((1, 3), (np.int64(-1), -5))[: 1 if name == "only" else 2]:
+        same(OF_ONE_HEAD[name](reading, form), expected)
+
+
+def test_no_function_takes_one_head_as_two_arguments() -> None:
+    """Except of a fit: an index on its axis of heads, and the layer of a title."""
+    functions = {name: inspect.signature(x).parameters for name, x in public_names().items() if inspect.isfunction(x)}
+    assert {name for name, x in functions.items() if {"layer", "head"} <= set(x)} == {"show_parts"}

@@ -104,7 +104,7 @@ def test_every_term_is_that_of_plain_attention(kind: str, distance: float) -> No
     atol = of_rounded_weights(hf, lambda: torch.cat([x.sum(-1) for x in plain_parts(hf, TOKENS[1], distance)[1:]]))
     model = zoo.load(kind, "llama-gqa")
     for head, query, keys in ((5, 9, [2, 9, 0]), (2, -1, None)):
-        found = score_sources(model, TOKENS, 1, head, query, keys, text=1, distance=distance, wavelengths=(20, 200))
+        found = score_sources(model, TOKENS, (1, head), query, keys, text=1, distance=distance, wavelengths=(20, 200))
         assert found.sources == (*names, "bias")
         assert found.pieces == ("content", "distance_below_20", "distance_20_to_200", "distance_from_200")
         at = list(range(10)) if keys is None else keys
@@ -124,7 +124,7 @@ def test_terms_add_up_to_the_models_own_scores(kind: str, name: str, shared_mode
     model = shared_model(kind, name)
     own, spec = model_scores(model, 1, TOKENS), read_model(model).specs(1)[0]
     for query, head in ((9, 3), (5, 6)):
-        found = score_sources(model, TOKENS, 1, head, query, text=1, wavelengths=[40], distance=1)
+        found = score_sources(model, TOKENS, (1, head), query, text=1, wavelengths=[40], distance=1)
         total = found.terms().sum((1, 2, 3))
         if spec.soft_cap is not None:
             total = spec.soft_cap * torch.tanh(total / spec.soft_cap)
@@ -142,7 +142,7 @@ def test_terms_add_up_to_the_models_own_scores(kind: str, name: str, shared_mode
 def test_in_float64_the_sum_is_exact(encoding: str, keys_from: str, causal: bool) -> None:
     model = small_model(encoding=encoding, keys_from=keys_from, causal=causal, n_layers=3).double()
     for layer in range(3):
-        found = score_sources(model, SMALL, layer, 2, 4, text=2)
+        found = score_sources(model, SMALL, (layer, 2), 4, text=2)
         own = model_scores(model, layer, SMALL)[2, 2, 4, : 5 if causal else 9]
         assert f" (text 2 of {len(SMALL)}), {len(own)} keys" in repr(found)
         (seen,) = capture(model, SMALL, layers=[layer])
@@ -159,7 +159,7 @@ def test_in_float64_the_sum_is_exact(encoding: str, keys_from: str, causal: bool
 @pytest.mark.parametrize("kind", zoo.KINDS)
 def test_positional_embedding_is_a_source(kind: str) -> None:
     model = zoo.load(kind, "gpt2")
-    found = score_sources(model, TOKENS, 0, 3, 7, keys=[1, 5])
+    found = score_sources(model, TOKENS, "L0H3", 7, keys=[1, 5])
     hf = zoo.hf_model("gpt2").transformer
     place, word = hf.wpe.weight.detach().double(), hf.wte.weight.detach().double()[TOKENS[0]]
     stream = word + place[:10]
@@ -184,7 +184,7 @@ def test_positional_embedding_is_a_source(kind: str) -> None:
 @pytest.mark.parametrize("distance", [0, 3, 40.5])
 def test_content_is_the_score_at_a_dummy_distance(distance: float, shared_model: Model) -> None:
     model = shared_model("bridge", "llama-gqa")
-    found = score_sources(model, TOKENS, 1, 5, 9, distance=distance)
+    found = score_sources(model, TOKENS, "L1H5", 9, distance=distance)
     changed = model_scores(model, 1, TOKENS, dummy_distance(model, distance, layers=[1]))
     close(found.terms("query")[:, 0].sum(-1), changed[0, 5, 9], 1e-5)
 
@@ -192,7 +192,7 @@ def test_content_is_the_score_at_a_dummy_distance(distance: float, shared_model:
 def test_bands_are_those_of_limited_frequencies(shared_model: Model) -> None:
     """All other frequencies frozen, the scores are content and the band."""
     model = shared_model("bridge", "llama-gqa")
-    found = score_sources(model, TOKENS, 1, 5, 9, wavelengths=[20, 200]).terms("key").sum(-1)
+    found = score_sources(model, TOKENS, "L1H5", 9, wavelengths=[20, 200]).terms("key").sum(-1)
     for band, (low, high) in enumerate(((20, 0), (200, 20), (math.inf, 200)), 1):
         ends = (2 * math.pi / low, 2 * math.pi / high if high else None)
         hooks = limit_frequencies(model, *ends, mode="freeze", layers=[1])
@@ -201,12 +201,12 @@ def test_bands_are_those_of_limited_frequencies(shared_model: Model) -> None:
 
 def test_a_difference_is_the_logarithm_of_a_ratio_of_attention() -> None:
     model, tokens = load_demo_model(), demo_tokens(length=48)
-    found = score_sources(model, tokens, 3, 1, 40, [39, 12, 20], against=20)
+    found = score_sources(model, tokens, "L3H1", 40, [39, 12, 20], against=20)
     with torch.no_grad():
         pattern = model.run_with_cache(tokens)[1]["pattern", 3][0, 1, 40].double()
     close(found.scores(), (pattern[[39, 12, 20]] / pattern[20]).log(), 1e-5)
     close(found.terms("pair").sum((1, 2, 3)), found.scores(), 1e-5)
-    plain = score_sources(model, tokens, 3, 1, 40, [39, 12, 20])
+    plain = score_sources(model, tokens, "L3H1", 40, [39, 12, 20])
     for by in ("pair", "query", "key", "source"):
         close(found.terms(by), plain.terms(by) - plain.terms(by)[-1:], 1e-12)
     assert not bool(found.terms()[-1].any())
@@ -228,7 +228,7 @@ def test_changed_positions_are_refused(make: Callable[[Any], Any], shared_model:
         model.hooks(fwd_hooks=make(model)),
         pytest.raises(ValueError, match="are not what its queries, keys"),
     ):
-        score_sources(model, TOKENS, 1, 3, 9)
+        score_sources(model, TOKENS, "L1H3", 9)
     assert torch.equal(model(TOKENS), before)
 
 
@@ -236,12 +236,12 @@ def test_hooks_of_the_user_act() -> None:
     """An ablated head of an earlier layer has no terms; distances of an earlier layer change what its heads add."""
     model = small_model(encoding="rope", causal=True).double()
     with model.hooks(fwd_hooks=ablate_heads(model, [(0, 1)])):
-        found = score_sources(model, SMALL, 1, 0, 8)
+        found = score_sources(model, SMALL, "L1H0", 8)
     assert not bool(found.terms("source")[..., found.sources.index("L0H1")].any())
     assert found.error() < 1e-6
     hooks = dummy_distance(model, 1, layers=[0])
     with model.hooks(fwd_hooks=hooks):
-        found = score_sources(model, SMALL, 1, 0, 8)
+        found = score_sources(model, SMALL, "L1H0", 8)
     close(found.terms().sum((1, 2, 3)), model_scores(model, 1, SMALL, hooks)[0, 0, 8], 1e-6)
 
 
@@ -278,7 +278,7 @@ def added(model: Any, tokens: Tensor, source: str, scales: list[Any]) -> Tensor:
 def test_with_frozen_norms_the_score_falls_by_the_term(name: str) -> None:
     """HookedTransformer's own hooks hold every scale; without them the score falls by what ``removed`` says."""
     model, names = zoo.hooked(name), ["embedding", "L0H2", "L0H5", "L0 MLP"]
-    found = score_sources(model, TOKENS, 1, 3, 9, [8, 3], remove=names)
+    found = score_sources(model, TOKENS, "L1H3", 9, [8, 3], remove=names)
     held: dict[str, Tensor] = {}
 
     def freeze(x: Tensor, hook: Any) -> Tensor:
@@ -305,8 +305,8 @@ def test_with_frozen_norms_the_score_falls_by_the_term(name: str) -> None:
 
 def test_removal_from_a_difference() -> None:
     model = small_model(encoding="rope", causal=True).double()
-    both = score_sources(model, SMALL, 1, 0, 8, [2, 5], remove="L0H1")
-    one = score_sources(model, SMALL, 1, 0, 8, 2, against=5, remove="L0H1")
+    both = score_sources(model, SMALL, "L1H0", 8, [2, 5], remove="L0H1")
+    one = score_sources(model, SMALL, "L1H0", 8, 2, against=5, remove="L0H1")
     close(one.removed["L0H1"], both.removed["L0H1"][:1] - both.removed["L0H1"][1:], 1e-12)
     table = one.to_frame("source", top=None).set_index("source")
     assert table.loc["L0H1", "removed"] == pytest.approx(float(one.removed["L0H1"]))
@@ -338,7 +338,7 @@ def test_a_multiple_of_each_layer_is_added_to_the_stream(family: str) -> None:
     output = plain.model.layers[0].self_attn.o_proj.weight.detach().double()
     gain = plain.model.layers[1].input_layernorm.weight.detach().double()
     model, text = zoo.as_bridge(plain), torch.tensor([[5, 9, 4, 7]])
-    found = score_sources(model, text, 1, 5, 3)
+    found = score_sources(model, text, "L1H5", 3)
     with torch.no_grad():
         _, cache = model.run_with_cache(text)
     own_scores = model_scores(model, 1, text)[0, 5, 3]
@@ -358,8 +358,8 @@ def test_padding_is_no_part_of_the_text(side: str) -> None:
     model = small_model(encoding="absolute_rope", causal=True).double()
     mask = torch.ones_like(SMALL)
     mask[1, slice(3) if side == "left" else slice(6, 9)] = 0
-    found = score_sources(model, SMALL, 1, 0, -1, text=1, attention_mask=mask)
-    alone = score_sources(model, SMALL[1:2, mask[1].bool()], 1, 0, 5)
+    found = score_sources(model, SMALL, "L1H0", -1, text=1, attention_mask=mask)
+    alone = score_sources(model, SMALL[1:2, mask[1].bool()], "L1H0", 5)
     assert found.keys == (0, 1, 2, 3, 4, 5)
     assert found.query == 5
     close(found.terms(), alone.terms(), 1e-12)
@@ -367,7 +367,7 @@ def test_padding_is_no_part_of_the_text(side: str) -> None:
 
 def test_tables() -> None:
     model = small_model(encoding="rope", causal=True).double()
-    found = score_sources(model, SMALL, 1, 0, 8, [7, 2, 8], wavelengths=[10])
+    found = score_sources(model, SMALL, "L1H0", 8, [7, 2, 8], wavelengths=[10])
     pairs = found.to_frame(top=None)
     place, sides = ["layer", "head", "query", "key", "token"], ["query_source", "key_source"]
     pieces = ["content", "distance_below_10", "distance_from_10"]
@@ -402,7 +402,7 @@ def test_the_cost_is_four_passes_and_one_for_each_source_to_remove(remove: list[
         lambda block, inputs: begun.append(inputs[0][..., 0].numel())
     )
     try:
-        score_sources(reading, tokens, 1, 3, 60, remove=remove)
+        score_sources(reading, tokens, "L1H3", 60, remove=remove)
     finally:
         handle.remove()
     assert begun == [64] * (4 + len(remove))  # d_model is 64
@@ -427,25 +427,25 @@ def test_the_cost_is_four_passes_and_one_for_each_source_to_remove(remove: list[
 def test_bad_arguments(changed: dict[str, Any], message: str) -> None:
     model = small_model(encoding="rope", causal=True)
     with pytest.raises(ValueError, match=message):
-        score_sources(model, SMALL, **{"layer": 1, "head": 0, "query": 8} | changed)
+        score_sources(model, SMALL, **{"head": "L1H0", "query": 8} | changed)
 
 
 def test_keys_beyond_the_window_are_refused(shared_model: Model) -> None:
     with pytest.raises(ValueError, match="keys must be positions that query 9 sees in layer 1, 4 to 9, got 3"):
-        score_sources(shared_model("bridge", "mistral"), TOKENS, 1, 0, 9, 3)
+        score_sources(shared_model("bridge", "mistral"), TOKENS, "L1H0", 9, 3)
 
 
 def test_keys_that_only_the_input_determines_cannot_lose_a_source() -> None:
     model = small_model(encoding="rope", causal=True, keys_from="input")
     with pytest.raises(ValueError, match="remove must be empty for keys that"):
-        score_sources(model, SMALL, 1, 0, 8, remove="L0H1")
+        score_sources(model, SMALL, "L1H0", 8, remove="L0H1")
 
 
 @pytest.mark.parametrize(("encoding", "message"), [("mla", "affine function"), ("alibi", "bias"), ("t5", "bias")])
 def test_other_scores_are_refused(encoding: str, message: str) -> None:
     model = small_model(encoding=encoding, causal=True)
     with pytest.raises(ValueError, match=message):
-        score_sources(model, SMALL, 1, 0, 8)
+        score_sources(model, SMALL, "L1H0", 8)
 
 
 GATED = "attention whose output is a linear function of hook_z, added as it is or after a norm"
@@ -466,7 +466,7 @@ def test_hooks_that_break_the_sum_are_refused(name: str, message: str) -> None:
     model = small_model(encoding="rope", causal=True)
     before = model(SMALL)
     with model.hooks(fwd_hooks=[(name, lambda x, hook: x.sin() + x)]), pytest.raises(ValueError, match=message):
-        score_sources(model, SMALL, 1, 0, 8)
+        score_sources(model, SMALL, "L1H0", 8)
     assert torch.equal(model(SMALL), before)
 
 
@@ -474,7 +474,7 @@ def test_a_hook_that_does_not_fire_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     model = small_model(encoding="rope", causal=True)
     monkeypatch.setitem(vars(model.blocks[0].hook_attn_out), "_call_impl", lambda x: x)
     with pytest.raises(ValueError, match=r"needs, in layer 0 of .*, the hook blocks\.0\.hook_attn_out to fire"):
-        score_sources(model, SMALL, 1, 0, 8)
+        score_sources(model, SMALL, "L1H0", 8)
 
 
 def test_attention_with_a_gate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,9 +482,9 @@ def test_attention_with_a_gate_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     attention, own = model.blocks[0].attn, model.blocks[0].attn.forward
     monkeypatch.setitem(vars(attention), "forward", lambda x, *more: own(x, *more) * x.sigmoid())
     with pytest.raises(ValueError, match=GATED):
-        score_sources(model, SMALL, 1, 0, 8)
+        score_sources(model, SMALL, "L1H0", 8)
 
 
 def test_norms_of_latents_are_refused(shared_model: Model) -> None:
     with pytest.raises(ValueError, match=r"score_sources needs queries .* behind the norms of latents"):
-        score_sources(shared_model("bridge", "deepseek_v3"), TOKENS, 1, 0, 8)
+        score_sources(shared_model("bridge", "deepseek_v3"), TOKENS, "L1H0", 8)

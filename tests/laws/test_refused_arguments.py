@@ -61,8 +61,8 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "seeds or none": ([-1, [-1], "0", "", 0.5, [1, 1]], ""),
     "number": ([NAN, "1", True, 1j, 10**400], "noise"),
     "scales": ([0, -1.0, NAN, "wide", [], [0.1, 0.1], True], "std"),
-    "one head": ([3, "L9H0", "head", (0, 9), [(0, 1)], (0, 1, 2), None], ""),
-    "index": ([8, -9, 0.5, "0", True, 2**63], "head layer"),
+    "one head": ([3, "L9H0", "head", (0, 9), [(0, 1)], (0, 1, 2), None], "head"),
+    "index": ([8, -9, 0.5, "0", True, 2**63], "layer"),
     "indices": ([[8], [-9], [True], [0.0], ["0"], "0", [], [1, 1], 10**400, {1: [0]}, 1.0], "layers heads"),
     "tokens": (
         [
@@ -127,13 +127,13 @@ ELSEWHERE = {
     **dict.fromkeys([("plot_perturbation", "measure"), ("plot_subspaces", "value")], "column"),
     **{(f"show_{of}", "layer"): "" for of in ("parts", "patterns", "scores")},  # most take any
     **{(of, "tokens"): "samples" for of in ("evaluate", "head_drops", "sufficient_heads")},
-    ("describe_head", "head"): "one head",
     ("describe_head", "key"): "places",
     ("describe_head", "seeds"): "seeds or none",
     ("head_labels", "seeds"): "seeds or none",
     ("head_patching", "positions"): "places",
     ("remap_distance", "distances"): "metric",
     ("score_sources", "keys"): "places",
+    ("show_parts", "head"): "index",  # of the fit's axis
     ("patch_vectors", "q_rot"): "",  # one of both may be None
     ("patch_vectors", "k_rot"): "",
     ("knock_out", "keys"): "slots",

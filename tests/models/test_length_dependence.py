@@ -144,7 +144,7 @@ ENTRIES: dict[str, Callable[[Any, Tensor, int], Any]] = {
     "capture": lambda model, tokens, layer: capture(model, tokens),
     "additivity": lambda model, tokens, layer: tp.additivity(model, tokens, progress=False),
     "controlled distance": lambda model, tokens, layer: tp.controlled_distance(model, tokens, progress=False),
-    "score sources": lambda model, tokens, layer: tp.score_sources(model, tokens[:1], layer, 0, query=5),
+    "score sources": lambda model, tokens, layer: tp.score_sources(model, tokens[:1], (layer, 0), query=5),
     "content and position": lambda model, tokens, layer: ex.content_position_terms(model, tokens, layer),
     "length generalization": lambda model, tokens, layer: tp.length_generalization(
         model, tokens, [0, 5, tokens.shape[1]], layers=[layer], progress=False

@@ -54,7 +54,7 @@ def synthetic(**changed: Any) -> SyntheticModel:
     return SyntheticModel(SyntheticConfig(**SHAPE | {"pad_id": 0} | changed))
 
 
-ROW = tp.score_sources(small_model(encoding="rope", causal=True), torch.arange(9), 1, 0, 8)
+ROW = tp.score_sources(small_model(encoding="rope", causal=True), torch.arange(9), "L1H0", 8)
 
 GOOD: dict[str, Any] = {
     "hf_model": zoo.hf_model("llama-gqa"),
@@ -65,7 +65,7 @@ GOOD: dict[str, Any] = {
     "source": TOKENS.flip(1),
     "path": Path(FOLDER.name, "report.html"),
     "layer": 0,
-    "head": 0,
+    "head": "L0H1",
     "heads": [(0, 1)],
     "positions": TARGETS,
     "distance": 3,
@@ -112,7 +112,7 @@ GOOD: dict[str, Any] = {
 OWN: dict[str, dict[str, Any]] = {
     "component_patching": {"source": TOKENS.flip(1)},
     "cut_text": {"text": tp.demo_text()[:300]},
-    "describe_head": {"head": "L0H1", "query": (0, 5), "seeds": 0},
+    "describe_head": {"query": (0, 5), "seeds": 0},
     "dynamics": {"models": {0: synthetic()}},
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},
@@ -126,7 +126,7 @@ OWN: dict[str, dict[str, Any]] = {
     "remap_distance": {"distances": lambda d: d},
     "rotary_from_table": {"cos": ANGLES.cos(), "sin": ANGLES.sin()},
     "rotate": {"positions": torch.arange(9)},
-    "show_parts": {"tokens": WORDS},
+    "show_parts": {"tokens": WORDS, "head": 0},
     "show_patterns": {"tokens": WORDS, "pattern": SCORES.softmax(-1)},
     "show_scores": {"tokens": WORDS},
     "sufficient_heads": {"tokens": SAMPLES, "labels": LABELS},

@@ -15,7 +15,8 @@ from tl_posdisent.hooks.edit import Edit, Head, NewScores, View, edit, merged
 from tl_posdisent.hooks.hook_function import HookFunction
 from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.errors import ArgumentError, naming
+from tl_posdisent.utils.labels import from_label
 from tl_posdisent.utils.validation import head_label, is_integer, listed, shown
 from tl_posdisent.utils.words import plural
 
@@ -24,6 +25,9 @@ Heads = int | str | Iterable[int] | Iterable[tuple[int, int] | str] | None
 ``(layer, head)``. A tuple of two integers could be either, and is refused: ``[(16, 0)]`` is one head, ``[16, 0]`` are
 two of each layer.
 """
+
+OneHead = str | tuple[int, int]
+"""A label such as ``"L8H1"``, or a pair ``(layer, head)``."""
 
 Chosen = list[tuple[AttentionSpec, list[int]]]
 
@@ -43,7 +47,7 @@ class Hooks(list[Any]):
         >>> hooks = dummy_distance(model, 5) + limit_frequencies(model, 0.01, layers=[0, 1], heads=[2])
         >>> hooks
         dummy_distance(5) on 5 layers × 8 heads + limit_frequencies(low=0.01) on L0H2, L1H2
-        >>> hooks.only((1, 2))
+        >>> hooks.only("L1H2")  # or (1, 2)
         dummy_distance(5) on L1H2 + limit_frequencies(low=0.01) on L1H2
     """
 
@@ -83,16 +87,16 @@ class Hooks(list[Any]):
         """Whether they were made for the texts of one batch, or a text gets what another text of the batch has."""
         return any(record.by_text for record in self.records.values())
 
-    def only(self, *heads: Head) -> Hooks:
-        """Return the interventions on these heads ``(layer, head)`` alone, without your own hooks.
+    def only(self, *heads: OneHead) -> Hooks:
+        """Return the interventions on these heads, labels or pairs ``(layer, head)``, alone, without your own hooks.
 
         Raises:
-            ValueError: what is no pair of integers.
+            ValueError: neither a label nor a pair of integers.
         """
         for head in heads:
-            if not (isinstance(head, tuple) and len(head) == 2 and all(map(is_integer, head))):
-                raise ArgumentError("heads", f"must be pairs (layer, head), got {shown(head)}")
-        kept = set(heads)
+            if not _is_one(head):
+                raise ArgumentError("heads", f'must be labels such as "L8H1" or pairs (layer, head), got {shown(head)}')
+        kept = set(map(from_label, heads))
         return Hooks(
             self.specs.values(), {head: x for head, x in self.records.items() if head in kept}, calls=self._by_call()
         )
@@ -208,6 +212,20 @@ def any_heads(model: Any, layers: Layers, heads: Heads, tool: str | None = None)
     named = list(chosen) if single or layers is not None else None
     specs = reading.specs(named) if tool is None else reading.rotary(named, tool)
     return [(spec, sorted(chosen[spec.layer])) for spec in specs]
+
+
+def one_head(model: Any, head: OneHead, tool: str | None = None) -> tuple[AttentionSpec, int]:
+    """Return the layer and the number of one head; with a ``tool``, as ``any_heads``."""
+    if not _is_one(head):
+        raise ArgumentError("head", f'must be a label such as "L8H1" or a pair (layer, head), got {shown(head)}')
+    with naming(heads="head"):
+        ((spec, (number,)),) = any_heads(model, None, [head], tool)
+    return spec, number
+
+
+def _is_one(head: Any) -> bool:
+    pair = isinstance(head, tuple) and len(head) == 2 and all(map(is_integer, head))
+    return pair or isinstance(head, str)
 
 
 def pairs_of(chosen: Chosen) -> list[Head]:

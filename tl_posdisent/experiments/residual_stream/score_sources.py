@@ -22,6 +22,7 @@ from tl_posdisent.experiments.residual_stream.qk_readout import (
 )
 from tl_posdisent.experiments.residual_stream.stream_sources import BIAS, source_part, stream_sources
 from tl_posdisent.hooks.applied import applied
+from tl_posdisent.hooks.hook_list import OneHead, one_head
 from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -211,8 +212,7 @@ class ScoreSources(HasTable):
 def score_sources(
     model: Any,
     tokens: Tokens,
-    layer: int,
-    head: int,
+    head: OneHead,
     query: int,
     keys: int | Sequence[int] | None = None,
     *,
@@ -237,7 +237,7 @@ def score_sources(
     Args:
         model: HookedTransformer, TransformerBridge or a similar model, or its ``read_model``.
         tokens, attention_mask: ids ``[batch, pos]``, a text, or texts.
-        layer, head: the head; negative numbers count from the end.
+        head: a label such as ``"L3H1"``, or a pair (layer, head).
         query: position of the query in the text, without padding; negative ones count from the end.
         keys: positions of keys, or one; default all that the query sees.
         against: position of another key, to explain how much higher the scores are than its score. A difference of two
@@ -257,7 +257,7 @@ def score_sources(
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, score_sources
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
-        >>> found = score_sources(model, tokens, 3, 1, query=40, keys=[39, 12], against=20, remove="L0 MLP")
+        >>> found = score_sources(model, tokens, "L3H1", query=40, keys=[39, 12], against=20, remove="L0 MLP")
         >>> found
         ScoreSources of L3H1: query 40 ..., 2 keys, minus the score of 20 ..., 29 sources; the terms add up ...
           key 39 ...
@@ -267,34 +267,33 @@ def score_sources(
         (2, 4)
     """
     reading = read_model(model)
-    model, (spec,) = reading.model, reading.specs([layer])
+    model, (spec, number) = reading.model, one_head(reading, head)
     scale = spec.require_scale()
     texts = read_texts(model, tokens, attention_mask)
     check_integer("text", text, 0, len(texts.tokens) - 1)
     ids = texts.unpadded()[text][None]
-    head = check_integer("head", head, -spec.n_heads, spec.n_heads - 1) % spec.n_heads
     query, key_positions = _positions(spec, ids.shape[1], query, keys, against)
     check_number("distance", distance)
     limits = _limits(wavelengths)
     removed = _names(remove)
     readouts = measure_readouts(model, spec, ids, query_key_taps(spec, before_norm=True), "score_sources needs")
     held, seen = observe(model, spec, readouts.values(), ids)
-    of_query = freeze(spec, readouts["q"], [head], held, seen.q)
-    of_key = freeze(spec, readouts["k"], [spec.key_head(head)], held, seen.k)
+    of_query = freeze(spec, readouts["q"], [number], held, seen.q)
+    of_key = freeze(spec, readouts["k"], [spec.key_head(number)], held, seen.k)
     if removed and of_key.source != residual_hook(spec.layer):
         raise ArgumentError("remove", f"must be empty for keys that {of_key.source} determines, got {shown(remove)}")
     rows = torch.tensor([query, *key_positions], device=ids.device)
     names, query_parts, key_parts, added = _parts(model, spec, ids, rows, (of_query, of_key), removed)
-    own_scores = _row(seen, head, rows, scale)
+    own_scores = _row(seen, number, rows, scale)
     falls = {
-        name: own_scores - _row(_without(model, spec, ids, rows, x), head, rows, scale) for name, x in added.items()
+        name: own_scores - _row(_without(model, spec, ids, rows, x), number, rows, scale) for name, x in added.items()
     }
     if against is not None:
         falls, key_positions = {name: x[:-1] - x[-1] for name, x in falls.items()}, key_positions[:-1]
     rotary = (seen.spec.rotary or Rotary(torch.zeros(0, dtype=torch.float64))).to(own_scores.device)
     words = tuple(token_words(model, ids[0]))
     against = None if against is None else int(rows[-1])
-    place = (spec.layer, head, query, tuple(key_positions), against, words, tuple(names))
+    place = (spec.layer, number, query, tuple(key_positions), against, words, tuple(names))
     parts = (query_parts, key_parts, own_scores)
     return ScoreSources(*place, *parts, float(distance), limits, falls, scale, rotary, text, len(texts.tokens))
 

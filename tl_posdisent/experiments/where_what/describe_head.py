@@ -15,21 +15,18 @@ from tl_posdisent.experiments.where_what.head_runs import measure_head
 from tl_posdisent.experiments.where_what.replacements import folds
 from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.applied import check_free
-from tl_posdisent.hooks.hook_list import Chosen, any_heads
-from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.hooks.hook_list import OneHead, one_head
+from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import TokenIds, Tokens
-from tl_posdisent.utils.errors import ArgumentError, naming
-from tl_posdisent.utils.validation import check_seed, check_seeds, is_integer, shown
-
-Head = str | tuple[int, int]
-"""A label such as ``"L8H1"``, or a pair (layer, head)."""
+from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.validation import check_seed, check_seeds, shown
 
 
 def describe_head(
     model: Any,
     tokens: Tokens,
-    head: Head,
+    head: OneHead,
     heldout: Tokens | None = None,
     *,
     query: tuple[int, int] | None = None,
@@ -89,12 +86,11 @@ def describe_head(
     if key is not None and query is None:
         raise ArgumentError("key", f"must be None without query=(text, position), got {shown(key)}")
     reading = read_model(model)
-    model, chosen = reading.model, _one_head(reading, head)
-    ((spec, (number,)),) = chosen
+    model, (spec, number) = reading.model, one_head(reading, head, "describe_head")
     check_reach(reading, [spec.layer])
     check_free(model, [(spec.layer, number)])
     with running(model) as p, p.counting_tokens() as counts:
-        texts, of_folds = folds(reading, tokens, heldout, chosen, ignore)
+        texts, of_folds = folds(reading, tokens, heldout, [(spec, [number])], ignore)
         # A place is refused before the runs, which take most of the time.
         asked = None if query is None else check_place(spec, texts, query, key)
         total = len(texts.tokens) * len(of_folds[0].replacements)
@@ -103,16 +99,7 @@ def describe_head(
         place = asked or check_place(spec, texts, runs.largest(), None)
         example = measure_example(reading, spec, number, texts, place)
         example = replace(example, contribution=runs.contribution_at(example.text, example.query))
-        looks = measure_looks(reading, texts, chosen, numbers, seed)
+        looks = measure_looks(reading, texts, [(spec, [number])], numbers, seed)
     passes = sum(counts) / sum(texts.lengths) / len(model.blocks)
     needs = reading.note(runs.needs())
     return HeadDescription(spec.layer, number, needs, runs.costs(), looks, example, passes)
-
-
-def _one_head(reading: ModelReading, head: Any) -> Chosen:
-    """Choose one head by its label or pair, or raise."""
-    pair = isinstance(head, tuple) and len(head) == 2 and all(map(is_integer, head))
-    if not pair and not isinstance(head, str):
-        raise ArgumentError("head", f'must be a label such as "L8H1" or a pair (layer, head), got {shown(head)}')
-    with naming(heads="head"):
-        return any_heads(reading, None, [head], "describe_head")

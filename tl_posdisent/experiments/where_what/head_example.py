@@ -213,7 +213,7 @@ def _sources(
 ) -> tuple[ScoreSources | None, str]:
     """Split the difference of two scores over sources, or say why that is impossible."""
     try:
-        return score_sources(reading, ids, spec.layer, head, query, [key], against=other), ""
+        return score_sources(reading, ids, (spec.layer, head), query, [key], against=other), ""
     except ValueError as error:
         return None, str(error)
 

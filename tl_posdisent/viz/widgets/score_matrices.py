@@ -110,7 +110,7 @@ def show_parts(
 
     Args:
         fit, tokens, scores, layer, text, positions, centred, scale, title: as in ``show_scores``.
-        head: index of the head.
+        head: index on the fit's axis of heads, not a label: a fit does not know of which layers its scores are.
 
     Raises:
         ValueError: as in ``show_scores``.
