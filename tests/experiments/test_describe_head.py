@@ -27,6 +27,7 @@ from tl_posdisent.experiments.where_what.sentences import (
     disagreement_sentence,
     looks_like,
     looks_sentences,
+    nats_of_list,
     needs_sentences,
 )
 
@@ -357,7 +358,7 @@ def test_harm_is_told_where_a_cost_exceeds_the_contribution() -> None:
         return Cost(5.0, kl, error, 0.0, 0.0, kl - ROW["contribution"], error)
 
     assert needs_sentences(ROW, [cost(0.18, 0.02)])[2:] == [
-        "Attention by the distance alone costs 0.016 and every other key at distance 5 costs 0.18, each more than the "
+        "Attention by the distance alone costs 0.02 and every other key at distance 5 costs 0.18, each more than the "
         "head contributes: wrong attention does harm."
     ]
     harmless = ROW | {"kept_distance": -0.1}
@@ -366,6 +367,18 @@ def test_harm_is_told_where_a_cost_exceeds_the_contribution() -> None:
         "Every other key at distance 5 costs 0.022, more than the head contributes: wrong attention does harm."
     ]
     assert needs_sentences(ROW | {"verdict": "not used"}, [cost(0.18, 0.02)])[1:] == []
+
+
+@pytest.mark.parametrize("values", [[0.1134, 0.1, 0.152], [12.3, 0.1, 0.0], [0.0996, 0.1], [-0.02, 3e-7, 1.0], [0.0]])
+def test_numbers_of_a_list_have_the_same_number_of_decimals(values: list[float]) -> None:
+    """The largest has two significant digits at least, and no number but 0 is written as 0 within six decimals."""
+    words = nats_of_list(values, sign="+")
+    (decimals,) = {len(word.partition(".")[2]) for word in words}
+    assert all(word[0] in "+−" for word in words)
+    found = [float(word.replace("−", "-")) for word in words]
+    assert found == [round(value, decimals) for value in values]
+    assert max(map(abs, found)) == 0 or 10**-decimals <= max(map(abs, found)) / 10 or decimals == 6
+    assert [x == 0 for x in found] == [round(x, 6) == 0 for x in values]
 
 
 SHARES = {"share_distance": 0.6, "share_key": 0.1, "share_query": 0.2, "r": 0.9}

@@ -462,9 +462,17 @@ def test_arrows_join_the_places_of_heads_in_two_models() -> None:
     assert heads_of(figure).keys() == heads_of(plot_where_or_what(before)).keys()
 
 
-def test_a_table_of_where_or_what_is_for_another_plot() -> None:
-    with pytest.raises(ValueError, match=r"a table without gap: plot_where_or_what draws that of where_or_what$"):
+def test_a_table_of_verdicts_is_for_another_plot() -> None:
+    """Words have no colour in ``plot_heads``; its error names the function that draws them."""
+    what, ladder = "plot_where_or_what draws that of where_or_what$", "plot_verdicts draws that of head_verdicts$"
+    with pytest.raises(ValueError, match=f"a table without gap: {what}"):
         plot_verdicts(PLANE)
+    verdicts = HEADS.assign(verdict="static", gap=0.1)
+    for table, maker in ((PLANE, what), (verdicts, ladder)):
+        with pytest.raises(ValueError, match=rf"^column verdict must be numbers, got (str|object): {maker}"):
+            plot_heads(table, "verdict")
+    with pytest.raises(ValueError, match=r"^column label must be numbers, got (str|object)$"):
+        plot_heads(HEADS.assign(label="induction"), "label")
 
 
 def test_the_same_heads_are_in_both_tables() -> None:

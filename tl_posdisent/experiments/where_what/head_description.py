@@ -16,7 +16,7 @@ from tl_posdisent.experiments.where_what.sentences import (
     Cost,
     disagreement_sentence,
     hooks_sentences,
-    nats,
+    nats_of_list,
     needs_sentences,
 )
 from tl_posdisent.experiments.where_what.verdicts import Verdict
@@ -142,7 +142,8 @@ class HeadDescription(HasTable):
 
 def _costs_in_words(costs: tuple[Cost, ...]) -> str:
     distances = ", ".join(f"{cost.distance:g}" for cost in costs)
+    kl, loss = nats_of_list([cost.kl for cost in costs]), nats_of_list([cost.loss for cost in costs], sign="+")
     return (
-        f"Every other key at distance {distances}: KL {', '.join(nats(cost.kl) for cost in costs)}; added loss "
-        f"{', '.join(nats(cost.loss, sign='+') for cost in costs)} nats per predicted token."
+        f"Every other key at distance {distances}: KL {', '.join(kl)}; added loss {', '.join(loss)} nats per predicted "
+        "token."
     )

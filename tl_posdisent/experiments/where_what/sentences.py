@@ -215,8 +215,9 @@ def _harm(row: Row, costs: Sequence[Cost] | None) -> list[str]:
     if not found:
         return []
     estimated = "" if row["measured"] == "run" else "an estimated "
+    costs_in_nats = nats_of_list([cost for _, cost in found])
     words = " and ".join(
-        f"{name} costs {estimated if n == 0 else ''}{nats(cost)}" for n, (name, cost) in enumerate(found)
+        f"{name} costs {estimated if n == 0 else ''}{costs_in_nats[n]}" for n, (name, _) in enumerate(found)
     )
     each = "each more" if len(found) > 1 else "more"
     return [f"{words[0].upper()}{words[1:]}, {each} than the head contributes: wrong attention does harm."]
@@ -263,6 +264,19 @@ def nats(value: float, *, sign: str = "-") -> str:
     """
     digits = f"{round(float(f'{value:.2g}'), 6) + 0.0:{sign}.6f}"
     return digits.rstrip("0").rstrip(".").replace("-", "−")
+
+
+def nats_of_list(values: Sequence[float], *, sign: str = "-") -> list[str]:
+    """Format numbers of nats of one list with the same number of decimals, six at most.
+
+    They are two significant digits of the largest number, and one of the smallest.
+
+    >>> nats_of_list([0.1134, 0.1, 0.02]), nats_of_list([0.1134, 0.0021, 0.0], sign="+")
+    (['0.11', '0.10', '0.02'], ['+0.113', '+0.002', '+0.000'])
+    """
+    places = [floor(log10(abs(float(f"{value:.2g}")))) for value in values if value] or [0]
+    decimals = min(6, max(0, 1 - max(places), -min(places)))
+    return [f"{round(value, decimals) + 0.0:{sign}.{decimals}f}".replace("-", "−") for value in values]
 
 
 def _with_error(value: float, error: float) -> str:

@@ -86,18 +86,26 @@ def check_table(table: Any, columns: Sequence[str], numbers: Sequence[str], make
         raise ArgumentError("table", f"must be a pandas table as from {makers}, got {type(table).__name__}")
     missing = [name for name in needed if name not in table.columns]
     if missing:
-        other = ": plot_where_or_what draws that of where_or_what" if {"where_part"} & {*table} - {*needed} else ""
         raise ArgumentError(
             "table",
             f"must have the columns {', '.join(needed)}, as from {makers}, got a table without {', '.join(missing)}"
-            f"{other}",
+            f"{_drawn_by(table, needed)}",
         )
     if table.empty:
         raise ArgumentError("table", f"must have rows, as from {makers}, got none")
     for name in numbers:
         if not is_numeric_dtype(table[name]) or is_bool_dtype(table[name]):
-            raise ValueError(f"column {name} must be numbers, got {table[name].dtype}")
+            raise ValueError(f"column {name} must be numbers, got {table[name].dtype}{_drawn_by(table, needed)}")
     return table
+
+
+def _drawn_by(table: pd.DataFrame, needed: Sequence[str]) -> str:
+    """Name the function that draws this table, if another than the one that needs these columns does."""
+    plots = {"where_part": ("plot_where_or_what", "where_or_what"), "gap": ("plot_verdicts", "head_verdicts")}
+    for column, (plot, maker) in plots.items():
+        if column in table and column not in needed:
+            return f": {plot} draws that of {maker}"
+    return ""
 
 
 def head_index(table: Any) -> list[str]:
