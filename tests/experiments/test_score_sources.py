@@ -369,9 +369,9 @@ def test_tables() -> None:
     model = small_model(encoding="rope", causal=True).double()
     found = score_sources(model, SMALL, "L1H0", 8, [7, 2, 8], wavelengths=[10])
     pairs = found.to_frame(top=None)
-    place, sides = ["layer", "head", "query", "key", "token"], ["query_source", "key_source"]
+    place, sides = ["layer", "head", "query", "token"], ["query_source", "key_source"]
     pieces = ["content", "distance_below_10", "distance_from_10"]
-    assert list(pairs) == [*place, *sides, "term", *pieces, "score", "error"]
+    assert list(pairs) == ["key", *sides, *place, "score", "error", *pieces, "term"]
     assert len(pairs) == 3 * len(found.sources) ** 2
     assert pairs["key"].drop_duplicates().tolist() == [7, 2, 8]
     for row in pairs[::7].itertuples():

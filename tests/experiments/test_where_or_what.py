@@ -224,10 +224,10 @@ def table() -> pd.DataFrame:
 
 
 def test_rows_columns_and_attributes(table: pd.DataFrame) -> None:
-    numbers = ["contribution", "where_part", "what_part", "neither_part", "joint", "difference"]
-    numbers += ["kept_distance", "kept_content", "kept_uniform", "gate"]
+    numbers = ["contribution", "joint", "difference", "kept_distance", "kept_content", "kept_uniform", "gate"]
     columns = [column for name in numbers for column in (name, f"{name}_se")]
-    assert list(table) == ["layer", "head", *columns, "content_distance", "q", "measured", "verdict", "open"]
+    columns += ["content_distance", "q", "measured", "open", "where_part_se", "what_part_se", "neither_part_se"]
+    assert list(table) == ["layer", "head", *columns, "neither_part", "where_part", "what_part", "verdict"]
     assert [name for name in table if hasattr(pd.DataFrame, str(name))] == ["head"]
     assert table[["layer", "head"]].to_numpy().tolist() == [[layer, head] for layer in (0, 1) for head in range(8)]
     assert table["measured"].value_counts().to_dict() == {"estimated": 13, "run": 3}

@@ -16,7 +16,7 @@ from jaxtyping import Complex128, Float64
 from torch import Tensor
 
 from tl_posdisent.utils.lazy_names import public_name
-from tl_posdisent.utils.tables import HasTable, index_columns
+from tl_posdisent.utils.tables import HasTable, index_columns, with_ends
 from tl_posdisent.utils.tensor_checks import Numbers
 from tl_posdisent.utils.validation import check_choice, check_number
 from tl_posdisent.utils.words import plural
@@ -178,10 +178,15 @@ class VarianceShares(HasTable):
         return (1 - self.share("distance:key") - self.share("distance:query:key")).clamp(0, 1).sqrt()
 
     def to_frame(self) -> pd.DataFrame:
-        """Return a table with one row per head: ``mean``, ``total``, the share of each component, and both r."""
-        columns = {"mean": self.mean, "total": self.total, **dict(zip(COMPONENTS, self.shares, strict=True))}
+        """Return a table with one row per head: ``mean``, ``total``, both r, and the share of each component.
+
+        The shares of distance, query and key alone come last.
+        """
+        columns = {"mean": self.mean, "total": self.total}
         columns |= {"r_three_axis": self.r_three_axis, "r_two_axis": self.r_two_axis}
-        return pd.DataFrame({**index_columns(self.total.shape), **{name: x.tolist() for name, x in columns.items()}})
+        columns |= dict(zip(COMPONENTS, self.shares, strict=True))
+        table = {**index_columns(self.total.shape), **{name: x.tolist() for name, x in columns.items()}}
+        return with_ends(pd.DataFrame(table), (), ["distance", "query", "key"])
 
     def plot(self, **options: Any) -> Any:
         """Plot the shares of each head, stacked: ``plot_shares``, with its options."""

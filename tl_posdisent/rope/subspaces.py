@@ -79,10 +79,10 @@ def subspace_patterns_qk(
     parts = torch.stack([torch.add(*factors.pair(name)).real.sum(-1) / 2 for name in COMPONENTS])
     semantic = [i for i, name in enumerate(COMPONENTS) if "distance" not in name]
     mixed = [i for i, name in enumerate(COMPONENTS) if name.startswith("distance:")]
-    for column, components in (("distance", [0]), ("semantic", semantic), ("interaction", mixed)):
-        columns[column] = share_of(parts[components].sum(0), variance)
     spreads = factors.pair("distance:key").hermitian.diagonal(dim1=-2, dim2=-1).real.clamp(min=0).sqrt()
     columns["spread"] = share_of(spreads, variance.sqrt())
+    for column, components in (("distance", [0]), ("semantic", semantic), ("interaction", mixed)):
+        columns[column] = share_of(parts[components].sum(0), variance)
     heads, n = columns["spread"].shape
     theta = torch.nn.functional.pad(rotary.frequencies, (0, n - len(rotary.frequencies)))
     of_all = {"frequency": theta, "wavelength": 2 * torch.pi / theta, "turn": _turn(moments, distances, n)}

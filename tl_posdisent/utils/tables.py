@@ -42,6 +42,19 @@ def number_heads(table: pd.DataFrame, heads: Sequence[int]) -> pd.DataFrame:
     return table.assign(head=table["head"].map(dict(enumerate(heads))))
 
 
+def with_ends(table: pd.DataFrame, first: Sequence[str], last: Sequence[str]) -> pd.DataFrame:
+    """Move columns to the ends of a table, as far as it has them, and keep the order of those between.
+
+    pandas prints the ends of a wide table and elides its middle: three columns of either end on a usual screen. So a
+    table begins with what names its rows, ends with its answer, and has errors, counts and conditions between.
+
+    >>> list(with_ends(pd.DataFrame(columns=["r", "layer", "head", "n"]), ["layer", "head"], ["r", "r_random"]))
+    ['layer', 'head', 'n', 'r']
+    """
+    between = [name for name in table.columns if name not in {*first, *last}]
+    return table[[name for name in (*first, *between, *last) if name in table.columns]]
+
+
 _SHOWN_ROWS = 20  # that a notebook shows
 
 

@@ -28,7 +28,7 @@ from tl_posdisent.models.reading.model_reading import Layers, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.tables import index_columns, number_heads
+from tl_posdisent.utils.tables import index_columns, number_heads, with_ends
 from tl_posdisent.utils.validation import check_flag, check_integer, check_subset, listed
 from tl_posdisent.utils.words import plural
 
@@ -70,9 +70,9 @@ def additivity(
         progress: show a progress bar.
 
     Returns:
-        One row per text (unless pooled), layer and head: ``batch``, ``layer``, ``head``, ``r``, ``r2``,
-        ``r2_adjusted``, and ``share_distance``, ``share_query``, ``share_key``, the share of the scores' variance that
-        each component explains alone (see ``AdditiveFit``). Unless pooled, also ``r_no_distance``, r of the query and
+        One row per text (unless pooled), layer and head: ``batch``, ``layer``, ``head``, ``share_distance``,
+        ``share_query``, ``share_key``, the share of the scores' variance that each component explains alone, ``r2``,
+        ``r2_adjusted``, and ``r`` (see ``AdditiveFit``). Unless pooled, also ``r_no_distance``, r of the query and
         key component alone, and with two or more texts ``r_held_out``: r with the distance profile that was fitted to
         the *other* texts, and the text's own query and key component; 0 where that profile is worse than a constant.
         Both are NaN where r is. For a text that is longer than all others, it is r over the pairs at a distance that
@@ -114,7 +114,8 @@ def additivity(
         sums = [_group_sums(model, texts, group, chosen, mask, sinks, controls, bar) for group in texts.groups]
         tables = {name: _table([parts[name] for parts in sums], chosen, pool) for name in ("own", *controls)}
     _warn_of_exact_fits(tables["own"], texts)
-    return reading.note(join_controls(tables) if controls else tables["own"])
+    table = join_controls(tables) if controls else tables["own"]
+    return reading.note(with_ends(table, (), ["r2", "r2_adjusted", "r_no_distance", "r", "r_held_out"]))
 
 
 def _check_mask(mask: Any, length: int) -> None:

@@ -53,9 +53,9 @@ def controlled_distance(
         progress: show a progress bar.
 
     Returns:
-        One row per layer and head: ``layer``, ``head``, ``mean``, ``total`` (variance), the shares ``distance``,
-        ``query``, ``key``, ``distance:query``, ``distance:key``, ``query:key``, ``distance:query:key``, and
-        ``r_three_axis``, ``r_two_axis``. With a soft cap (Gemma 2) they describe the scores before it.
+        One row per layer and head: ``layer``, ``head``, ``mean``, ``total`` (variance), ``r_three_axis``,
+        ``r_two_axis``, and the shares ``distance:query``, ``distance:key``, ``query:key``, ``distance:query:key``,
+        ``distance``, ``query``, ``key``. With a soft cap (Gemma 2) they describe the scores before it.
 
     Raises:
         ValueError: invalid arguments; a layer without rotary embeddings.

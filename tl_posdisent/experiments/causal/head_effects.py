@@ -46,6 +46,7 @@ from tl_posdisent.models.running.partial_forward import block_facts
 from tl_posdisent.models.running.texts import Texts, TokenIds, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.statistics import mean
+from tl_posdisent.utils.tables import with_ends
 from tl_posdisent.utils.validation import check_integer, check_seed, head_label, listed, shown
 from tl_posdisent.utils.words import plural
 
@@ -171,6 +172,7 @@ def head_effects(
     outcomes = torch.stack([alone.get(row, not_run) for row in rows], 1)
     _add(table, "exact", outcomes[..., 0], weights)
     _add(table, "kl", outcomes[..., 1], estimated.predictions)
+    table = with_ends(table, (), ["estimate", "exact", "kl"])
     if n_texts < 2:
         table = table.drop(columns=[f"{name}_se" for name in _MEASURED])
     table.attrs["metric"] = metric_name(metric)

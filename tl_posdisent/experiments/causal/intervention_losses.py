@@ -18,7 +18,7 @@ from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.texts import Texts, TokenIds, Tokens, read_texts
 from tl_posdisent.utils.statistics import Blocks, mean
 
-_COLUMNS = ["intervention", "loss", "added_loss", "added_loss_se", "kl", "kl_se", "accuracy"]
+_COLUMNS = ["intervention", "added_loss", "added_loss_se", "loss", "accuracy", "kl", "kl_se"]
 
 
 def intervention_losses(
@@ -73,8 +73,8 @@ def intervention_losses(
             losses, divergences = measure(outputs)[inside].unbind(1)
             of_blocks = blocks.means(torch.stack([losses - before, divergences], 1))
             (added, kl), errors = mean(of_blocks, blocks.sizes)
-            ends = (added, errors[0], kl, errors[1])
-            rows.append((name, losses.mean().item(), *(x.item() for x in ends), _accuracy(outputs, texts)))
+            values = (added, errors[0], losses.mean(), _accuracy(outputs, texts), kl, errors[1])
+            rows.append((name, *map(float, values)))
             bar.update()
     return reading.note(pd.DataFrame(rows, columns=_COLUMNS))
 

@@ -51,8 +51,8 @@ _SHUFFLE_SEED = 0  # of the one order of the control "shuffled"
 Row = dict[str, Any]
 """A row of the table, or some of its columns."""
 _END_RUNGS: tuple[Rung, ...] = ("uniform", "untouched")  # where ``recovered`` is 0 and 1
-_COLUMNS = ["layer", "head", "control", "rung", "value", "loss", "recovered", "se", "recovered_mean", "se_mean"]
-_COLUMNS += ["kl", "recovered_kl", "se_kl", "error_kl", "error", "blocks", "df", "parameters", "causal"]
+_COLUMNS = ["layer", "head", "rung", "parameters", "causal", "blocks", "df", "recovered_mean", "se_mean"]
+_COLUMNS += ["kl", "error_kl", "recovered_kl", "se_kl", "value", "loss", "error", "recovered", "se", "control"]
 _OF_PREDICTIONS = ["recovered_kl", "se_kl", "error_kl"]  # not in the table of a metric, whose blocks are texts
 _OVER_TEXTS = ["se", "se_mean", "error"]  # not in the table of a metric of a single text
 

@@ -29,7 +29,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.texts import Tokens, read_texts, token_words
 from tl_posdisent.rope.rotary import Rotary, to_complex
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.tables import HasTable
+from tl_posdisent.utils.tables import HasTable, with_ends
 from tl_posdisent.utils.tensor_checks import Numbers, real_numbers
 from tl_posdisent.utils.validation import check_choice, check_indices, check_integer, check_number, head_label, shown
 from tl_posdisent.utils.words import plural
@@ -164,7 +164,8 @@ class ScoreSources(HasTable):
         if top is not None:
             check_integer("top", top, 1)
         table = pd.concat([self._rows(n, by, top) for n in range(len(self.keys))], ignore_index=True)
-        return table.assign(error=self.error())
+        first, last = ["key", "query_source", "key_source", "source"], [*self.pieces, "removed", "term"]
+        return with_ends(table.assign(error=self.error()), first, last)
 
     def _rows(self, n: int, by: TermsBy, top: int | None) -> pd.DataFrame:
         """Return the rows of one key."""

@@ -21,6 +21,7 @@ from tl_posdisent.experiments.robustness.perturb import Kind, Perturb, Perturbed
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.running.texts import TextGroup, TokenIds, Tokens, are_strings, read_texts
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.tables import with_ends
 from tl_posdisent.utils.validation import check_distinct, check_number, check_seeds, check_subset, shown
 
 Downstream = Callable[[Any, Perturb], float | int]
@@ -128,7 +129,8 @@ def perturbation_curve(
         table[name] = mean[name]
         if len(seeds) > 1:
             table[f"{name}_se"] = error[name]
-    return reading.note(table.reset_index())
+    first, last = ("kind", "fraction", "added_loss", "added_loss_se"), ("downstream", "downstream_se", "kl", "kl_se")
+    return reading.note(with_ends(table.reset_index(), first, last))
 
 
 def lower_and_higher(

@@ -24,6 +24,7 @@ from tl_posdisent.utils.statistics import (
     jackknife,
     significance,
 )
+from tl_posdisent.utils.tables import with_ends
 
 TESTED: Final = ("contribution", *PARTS)
 COMPARED: Final = (*TESTED, "difference")
@@ -110,7 +111,7 @@ def table_of_changes(pairs: Sequence[Head], found: Comparison, negligible: float
         table[f"verdict_{when}"] = own["verdict"]
     table["changed"] = [_named(row, negligible) for row in table.to_dict("records")]
     table["measured"] = tables["before"]["measured"]
-    return table
+    return with_ends(table, ["layer", "head", "contribution_change", "contribution_change_se"], ())
 
 
 def _rates(

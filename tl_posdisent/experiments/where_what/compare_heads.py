@@ -22,6 +22,7 @@ from tl_posdisent.models.running.forward_pass import running
 from tl_posdisent.models.running.model_parts import user_hooks
 from tl_posdisent.models.running.partial_forward import block_facts
 from tl_posdisent.models.running.texts import TokenIds, Tokens
+from tl_posdisent.utils.tables import with_ends
 from tl_posdisent.utils.validation import check_integer, check_number, check_seed, listed
 
 
@@ -64,10 +65,10 @@ def compare_heads(
           contributions among all heads, of parts among the three of all heads. NaN where a head is not used: of parts
           in one of the models, of the contribution in both;
 
-        then ``verdict_before``, ``verdict_after``; ``changed``: what surely changed (q at most .05), such as
-        ``"contributes less, more where"``, and by more than ``negligible`` or a hundredth of a part; ``measured``,
-        ``"run"`` or ``"estimated"`` in both; ``same_weights``: whether the head's weights and those of its layer's
-        input norm are equal.
+        then ``measured``, ``"run"`` or ``"estimated"`` in both; ``same_weights``: whether the head's weights and those
+        of its layer's input norm are equal; ``verdict_before``, ``verdict_after``; ``changed``: what surely changed (q
+        at most .05), such as ``"contributes less, more where"``, and by more than ``negligible`` or a hundredth of a
+        part.
 
         Errors of estimated changes include how far such estimates were from runs, as far as runs show it: not with
         ``exact=0``.
@@ -116,8 +117,8 @@ def compare_heads(
         ]
         (first, second), places, n = measure(both, pairs, to_run, draws=draws, seed=seed, progress=progress)
     found = compared(pairs, readings[0].n_layers, first, second, places, n)
-    table = ChangeTable(table_of_changes(pairs, found, negligible))
-    table["same_weights"] = same_heads(*readings, pairs)
+    rows = table_of_changes(pairs, found, negligible).assign(same_weights=same_heads(*readings, pairs))
+    table = ChangeTable(with_ends(rows, (), ["verdict_before", "verdict_after", "changed"]))
     readings[0].note(table)
     if hooked := [name for reading in readings for name in user_hooks(reading.model)]:
         table.attrs["hooks"] = list(dict.fromkeys(hooked))

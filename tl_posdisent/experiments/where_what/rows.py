@@ -18,6 +18,7 @@ from tl_posdisent.experiments.where_what.parts import PARTS, Values, content_dis
 from tl_posdisent.experiments.where_what.replacements import MEAN, ByReplacement
 from tl_posdisent.experiments.where_what.verdicts import verdicts
 from tl_posdisent.utils.statistics import Estimate, degrees_of_freedom, false_discovery_rates, jackknife, significance
+from tl_posdisent.utils.tables import with_ends
 
 SHARES: Final = ("kept_distance", "kept_content", "kept_uniform", "gate")
 COLUMNS: Final = ("contribution", *PARTS, "joint", "difference", *SHARES)
@@ -139,7 +140,9 @@ def table_of(index: pd.DataFrame, measured: Measured, negligible: float) -> pd.D
     table["q"] = false_discovery_rates(tests).numpy()
     table["measured"] = ["run" if run else "estimated" for run in measured.run.tolist()]
     over_texts = _with_estimates(index, replace(measured, off={}))
-    return table.join(verdicts(table, over_texts, df, negligible))
+    table = table.join(verdicts(table, over_texts, df, negligible))
+    first = [*index, "contribution", "contribution_se"]
+    return with_ends(table, first, [*(f"{name}_se" for name in PARTS), PARTS[-1], *PARTS[:-1], "verdict"])
 
 
 def _with_estimates(index: pd.DataFrame, measured: Measured) -> pd.DataFrame:

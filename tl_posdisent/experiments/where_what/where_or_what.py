@@ -112,7 +112,7 @@ def where_or_what(
 
     Returns:
         One row per layer and head: ``layer``, ``head`` (of groups: ``group``, ``heads``), and, each with its standard
-        error over texts ``…_se`` by jackknife:
+        error over texts ``…_se`` by jackknife (the parts and the verdict are the last columns):
 
         * ``contribution``: K_mean in nats per predicted token;
         * ``where_part``, ``what_part``, ``neither_part``: from 0 to 1, with the sum 1;

@@ -14,6 +14,7 @@ from tl_posdisent.synthetic.analysis.positional_gradients import positional_grad
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.task import Task, long_texts
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.tables import with_ends
 from tl_posdisent.utils.validation import shown
 
 
@@ -72,4 +73,4 @@ def dynamics(
         table = table.merge(gradients, on=["layer", "head"], validate="one_to_one")
         table.insert(0, "step", step)
         tables.append(table)
-    return pd.concat(tables, ignore_index=True)
+    return with_ends(pd.concat(tables, ignore_index=True), (), ["r_three_axis", "r_two_axis", "r", "norm_of_mean"])

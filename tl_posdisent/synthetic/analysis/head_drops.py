@@ -16,6 +16,7 @@ from tl_posdisent.models.running.texts import read_texts
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.task import IGNORED
 from tl_posdisent.synthetic.training.evaluation import answers, check_samples
+from tl_posdisent.utils.tables import with_ends
 from tl_posdisent.utils.validation import check_choice
 
 
@@ -70,4 +71,5 @@ def head_drops(
         table = head_ablation(model, tokens, accuracy, mode=mode, reference=reference, progress=progress)
     loss = np.full(len(table), np.nan)
     loss[table["value"].notna()] = losses[1:]
-    return table.assign(loss_baseline=losses[0], loss_value=loss, loss_effect=loss - losses[0])
+    table = table.assign(loss_baseline=losses[0], loss_value=loss, loss_effect=loss - losses[0])
+    return with_ends(table, (), ["loss_baseline", "baseline", "loss_value", "value", "loss_effect", "effect"])

@@ -27,7 +27,7 @@ from tl_posdisent.utils.validation import check_choice, check_integer, check_see
 
 GradientPart = Literal["distance", "encoding"]
 Norm = Literal["mean_norm", "norm_of_mean", "expected_norm"]
-_COLUMNS = [*get_args(Norm), *(f"{name}_se" for name in get_args(Norm))]
+_COLUMNS = [*(f"{name}_se" for name in get_args(Norm)), *get_args(Norm)]
 
 
 def positional_gradients(
@@ -78,8 +78,8 @@ def positional_gradients(
         >>> small = preset("small")
         >>> model = small.model("rope", "distance")
         >>> table = positional_gradients(model, small.tasks["distance"], batches=2, batch_size=8, progress=False)
-        >>> table.columns.tolist()[:5], len(table)
-        (['layer', 'head', 'mean_norm', 'norm_of_mean', 'expected_norm'], 12)
+        >>> table.columns.tolist()[-3:], len(table)
+        (['mean_norm', 'norm_of_mean', 'expected_norm'], 12)
     """
     if not isinstance(model, SyntheticModel):
         raise ArgumentError("model", f"must be a SyntheticModel, got {type(model).__name__}")

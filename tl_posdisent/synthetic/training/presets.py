@@ -221,19 +221,19 @@ def train_preset(
 def accuracies(runs: Mapping[Key, TrainRun]) -> pd.DataFrame:
     """Return a table of training runs, one row each.
 
-    Its columns are ``encoding``, ``task``, ``seed``, ``accuracy`` and ``loss`` (on the test samples), ``chance``
-    (accuracy of a constant guess), ``steps``, ``samples``, ``seconds``.
+    Its columns are ``encoding``, ``task``, ``seed``, ``steps``, ``samples``, ``seconds``, ``loss`` (on the test
+    samples), ``chance`` (accuracy of a constant guess), and ``accuracy``.
 
     Example:
         >>> from tl_posdisent.synthetic import accuracies
         >>> accuracies({}).columns.tolist()
-        ['encoding', 'task', 'seed', 'accuracy', 'loss', 'chance', 'steps', 'samples', 'seconds']
+        ['encoding', 'task', 'seed', 'steps', 'samples', 'seconds', 'loss', 'chance', 'accuracy']
     """
     if not isinstance(runs, Mapping):
         raise ArgumentError("runs", f"must be what train_preset returns, got {shown(runs)}")
-    columns = ["encoding", "task", "seed", "accuracy", "loss", "chance", "steps", "samples", "seconds"]
+    columns = ["encoding", "task", "seed", "steps", "samples", "seconds", "loss", "chance", "accuracy"]
     rows = []
     for key, run in runs.items():
-        measured = (run.test_accuracy, run.test_loss, run.task.chance, run.steps, run.model.config.samples(run.steps))
-        rows.append((*key, *measured, float(run.metrics["seconds"].iloc[-1])))
+        cost = (run.steps, run.model.config.samples(run.steps), float(run.metrics["seconds"].iloc[-1]))
+        rows.append((*key, *cost, run.test_loss, run.task.chance, run.test_accuracy))
     return pd.DataFrame(rows, columns=columns)
