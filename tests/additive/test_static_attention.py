@@ -7,15 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from support.attention_patterns import causal, divergence, marginals, mixed, pattern_of
+from support.masks import padding
+from support.tolerance import TIMES
 from torch import Tensor
 
 from tl_posdisent import fit_attention
+from tl_posdisent.additive.attention import newton
+from tl_posdisent.additive.attention.features import first_keys
 
 N, L, HEADS, KV, F = 3, 12, 4, 2, 3
 GENERATOR = torch.Generator().manual_seed(0)
 KEYS = torch.randn(N, L, KV, F, generator=GENERATOR)
 SCORES = torch.randn(N, HEADS, L, L, generator=GENERATOR)
 OTHER = torch.randn(2, 9, KV, F, generator=GENERATOR)
+CLOSE = TIMES * newton.MARGINAL_ERROR
 
 
 def by_hand(fit: Any, keys: Tensor, mask: Tensor) -> Tensor:
@@ -71,6 +77,51 @@ def test_the_texts_of_the_fit_get_its_pattern() -> None:
         for sinks in (0, 1):
             alone = fit_attention(scores, keys=keys[..., :0], sinks=sinks)
             torch.testing.assert_close(alone.static_scores(keys[..., :0]).softmax(-1), alone.pattern())
+
+
+def pooled_masks() -> dict[str, tuple[Tensor, int]]:
+    """Masks of pooled texts `(text, 1, query, key)`, and the number of texts whose patterns must be computed."""
+    i, whole = torch.arange(L), causal(L).repeat(N, 1, 1, 1)
+    inside = i < torch.tensor([7, L, 9])[:, None, None]
+    longer = whole & inside[:, None] & inside[..., None]
+    window = i[:, None] - i < 5
+    holes = whole.clone()
+    holes[2, :, 8, 4] = False
+    return {
+        "equal": (whole, 1),
+        "lengths": (longer, 1),
+        "window": (longer & window, 1),
+        "other first keys": (padding(L, (0, 3, 0), (2, 0, 0)), N),
+        "holes": (holes, N),
+    }
+
+
+POOLED = pooled_masks()
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 2])
+@pytest.mark.parametrize("name", POOLED)
+def test_distances_and_first_keys_of_pooled_texts_get_the_attention_of_the_data(
+    name: str, sinks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without features a text's pattern depends on its mask alone, and is computed once where texts share it."""
+    (mask, n_texts), evaluated, evaluate = POOLED[name], set[int](), newton.AttentionSums
+
+    def sums(systems: Any, stacked: Tensor, *times: Any) -> Any:
+        evaluated.add(stacked.shape[1])
+        return evaluate(systems, stacked, *times)
+
+    monkeypatch.setattr(newton, "AttentionSums", sums)
+    fit = fit_attention(SCORES, keys=KEYS[..., :0], sinks=sinks, mask=mask)
+    assert evaluated == {n_texts}
+    own, mask = pattern_of(SCORES.double(), mask), mask.expand(SCORES.shape)
+    low, high = int(fit.distances[0]), int(fit.distances[-1])
+    found, expected = (marginals(x, low, high) for x in (fit.pattern(), mixed(own, mask, fit.pseudo_count)))
+    torch.testing.assert_close(found[0].sum(0), expected[0].sum(0), rtol=CLOSE, atol=CLOSE)
+    first = first_keys(mask.any(-2), sinks)
+    found, expected = (torch.einsum("thk,thkn->hn", x[1], first) for x in (found, expected))
+    torch.testing.assert_close(found, expected, rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(fit.kl, divergence(own, fit.pattern()), rtol=0, atol=1e-9)
 
 
 def test_some_heads_are_those_of_all() -> None:

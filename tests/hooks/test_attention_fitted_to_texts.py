@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from support.tolerance import rounding
 
 from tl_posdisent import attention_ladder, capture, fit_attention
 from tl_posdisent.hooks import applied, substitute_attention
+from tl_posdisent.models.running.forward_pass import running
 
 TOKENS = zoo.random_tokens(length=12, batch=5)
 FEW = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
@@ -47,7 +49,7 @@ def test_the_pattern_is_that_of_the_fit(kind: str, name: str, shared_model: Any)
 
 
 def test_one_text_at_a_time_and_together_are_the_same_fit(shared_model: Any) -> None:
-    """Texts of unequal length are fitted layer by layer, those of equal length in one pass."""
+    """Texts of unequal length are fitted after their passes, those of equal length within theirs."""
     model = shared_model("bridge", "llama-gqa")
     padded = torch.nn.functional.pad(TOKENS[:3], (0, 4))
     mask = torch.nn.functional.pad(torch.ones_like(TOKENS[:3]), (0, 4))
@@ -61,6 +63,23 @@ def test_one_text_at_a_time_and_together_are_the_same_fit(shared_model: Any) -> 
     unequal = {"input_ids": longer, "attention_mask": full}
     with torch.no_grad(), applied(model, substitute_attention(model, "static", fitted_to=unequal)):
         assert (model(TOKENS[3:]) - outputs[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+@pytest.mark.parametrize("by", ["distance", "distance+sink", "static"])
+def test_texts_of_each_length_are_run_once_for_all_layers(kind: str, name: str, by: Any, shared_model: Any) -> None:
+    """Not once for each layer, unless their scores take more memory than is set aside; the fits are the same."""
+    model, outputs = shared_model(kind, name), list[torch.Tensor]()
+    texts = [TOKENS[0], TOKENS[1, :9], TOKENS[2, :7], TOKENS[3]]
+    for memory, passes in ((2**28, 3), (0, 3 * model.cfg.n_layers)):
+        with pytest.MonkeyPatch.context() as patch, running(model) as p, p.counting_tokens() as counts:
+            patch.setattr(import_module(substitute_attention.__module__), "_BYTES_OF_SCORES", memory)
+            hooks = substitute_attention(model, by, fitted_to=texts)
+        layers = model.cfg.n_layers if memory else (model.cfg.n_layers + 1) / 2  # those before the one that is fitted
+        assert len(counts) == passes * layers
+        with torch.no_grad(), applied(model, hooks):
+            outputs.append(model(TOKENS[4:]))
+    assert torch.equal(*outputs)
 
 
 @pytest.mark.usefixtures("unchecked")

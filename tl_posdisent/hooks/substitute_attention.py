@@ -25,6 +25,7 @@ from tl_posdisent.utils.errors import naming
 from tl_posdisent.utils.validation import check_choice, listed
 from tl_posdisent.utils.words import plural
 
+_BYTES_OF_SCORES = 2**28  # of several layers, that are kept for a fit
 FittedRung = Literal["distance", "distance+sink", "static"]
 
 
@@ -171,7 +172,7 @@ class StoredAttention:
         if isinstance(self.of, Tensor):
             return self.of[:, places]
         inside = fewest_masks(view.inside)
-        keys = view.vectors[1] if self.of_keys else scores.new_zeros(len(scores), scores.shape[-1], 1, 0)
+        keys = view.vectors[1] if self.of_keys else scores.new_zeros(len(inside), scores.shape[-1], 1, 0)
         logits = self.of.static_scores(seen_keys(keys, inside), mask=inside, heads=places)
         return logits if self.level is None else logits + self.level[:, places]
 
@@ -225,12 +226,28 @@ def fit_layers(
 
         _run_under(model, texts[0], joined([]), heads_by_layer, fit, of_keys=of_keys)
         return stored
-    for spec, heads in heads_by_layer:  # texts of several lengths take several passes, which all end before the fit
+    # Texts of several lengths take several passes, which all end before the fits.
+    for some in [[one] for one in heads_by_layer] if in_turn else _few_layers(heads_by_layer, texts):
         earlier = [(other, chosen) for other, chosen in heads_by_layer if in_turn and other.layer in stored]
         hooks = stored_hooks(earlier, stored)
-        attended = [_attended(model, tokens, spec, heads, hooks, with_keys=of_keys) for tokens in texts]
-        stored[spec.layer] = _fit(spec, heads, attended, rung)
+        attended = [_attended(model, tokens, some, hooks, with_keys=of_keys) for tokens in texts]
+        for spec, heads in some:
+            stored[spec.layer] = _fit(spec, heads, [of_text[spec.layer] for of_text in attended], rung)
     return stored
+
+
+def _few_layers(heads_by_layer: Chosen, texts: Sequence[Tensor]) -> list[Chosen]:
+    """Separate layers, as many at a time as there is memory for the scores of all texts."""
+    cells = sum(tokens.numel() * tokens.shape[1] for tokens in texts)
+    parts, stored = list[Chosen](), 0
+    for spec, heads in heads_by_layer:
+        needed = 4 * len(heads) * cells
+        if not parts or stored + needed > _BYTES_OF_SCORES:
+            parts.append([])
+            stored = 0
+        parts[-1].append((spec, heads))
+        stored += needed
+    return parts
 
 
 def _fit(spec: AttentionSpec, heads: Sequence[int], of_texts: Sequence[ScoresAndKeys], rung: Rung) -> StoredAttention:
@@ -253,23 +270,17 @@ def _fit(spec: AttentionSpec, heads: Sequence[int], of_texts: Sequence[ScoresAnd
 
 
 def _attended(
-    model: Any,
-    tokens: Int[Tensor, "text pos"],
-    spec: AttentionSpec,
-    heads: list[int],
-    hooks: Hooks,
-    *,
-    with_keys: bool,
-) -> ScoresAndKeys:
-    """Return the scores (and keys) of heads of a layer in a run with hooks on others."""
-    seen: list[ScoresAndKeys] = []
+    model: Any, tokens: Int[Tensor, "text pos"], chosen: Chosen, hooks: Hooks, *, with_keys: bool
+) -> dict[int, ScoresAndKeys]:
+    """Return the scores (and keys) of heads of some layers in a run with hooks on others."""
+    seen: dict[int, ScoresAndKeys] = {}
 
     def keep(view: View) -> Tensor:
-        seen.append((view.scores, view.vectors and view.vectors[1]))
+        seen[view.spec.layer] = view.scores, view.vectors and view.vectors[1]
         return view.scores
 
-    _run_under(model, tokens, hooks, [(spec, heads)], keep, of_keys=with_keys)
-    return seen[0]
+    _run_under(model, tokens, hooks, chosen, keep, of_keys=with_keys)
+    return seen
 
 
 def _run_under(model: Any, tokens: Tensor, hooks: Hooks, chosen: Chosen, edit: Any, *, of_keys: bool) -> None:

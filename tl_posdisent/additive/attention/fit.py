@@ -185,7 +185,7 @@ class _Data:
         for chosen, rows, columns, block in pattern():
             cells.add_sums(sums[chosen], block, rows, columns)
             entropy[chosen][..., rows] = torch.special.entr(block).sum(-1)
-        uniform = AttentionSums(systems, torch.zeros_like(sums))
+        uniform = AttentionSums(systems, torch.zeros_like(systems.counts))  # the same where the cells are
         marginals = torch.lerp(sums, uniform.marginals, pseudo_count)
         return cls(pattern, systems, marginals, entropy, uniform, pseudo_count)
 

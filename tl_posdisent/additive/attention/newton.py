@@ -53,11 +53,13 @@ class Problem:
         marginals: target of the model; one distance profile applies to all texts of a system.
         features: features of the keys; importances are linear in them, with one direction per system. An empty axis of
             features leaves only the profile; None means one coefficient per key of each text.
+        times: how often each query counts; None for once.
     """
 
     systems: Systems
     marginals: Stacked
     features: Float64[Tensor, "system text key feature"] | None = None
+    times: Float64[Tensor, " query"] | None = None
 
     @property
     def n_distance(self) -> int:
@@ -78,7 +80,31 @@ class Problem:
     @cached_property
     def n_rows(self) -> PerSystem:
         """Number of queries that have cells."""
-        return self.systems.queries.expand(*self.marginals.shape[:2], -1).sum((-2, -1))[:, None].double()
+        queries = self.systems.queries.expand(*self.marginals.shape[:2], -1).double()
+        return (queries if self.times is None else queries * self.times).sum((-2, -1))[:, None]
+
+    def of_one_text(self) -> Problem | None:
+        """Return the same problem of one text, if the queries of all texts have the patterns of those of the longest.
+
+        So it is where importances depend on no features but marks of the first keys, and texts differ in length alone.
+        """
+        systems, features, n_text = self.systems, self.features, self.marginals.shape[1]
+        sets, cells = systems.sets, systems.cells
+        if features is None or n_text == 1 or not (sets is None or bool((sets == sets[:1]).all())):
+            return None
+        masks = systems.select(slice(1)).inside(slice(0, cells.n_query), slice(0, cells.n_key))[0]
+        masks = masks.expand(n_text, -1, -1)
+        queries, longest = masks.any(-1), int(masks.sum((-2, -1)).argmax())
+        alike = (features == features[:, longest, None]) | ~masks.any(-2)[..., None]
+        if not torch.equal(masks, masks[longest] & queries[..., None]) or not bool(alike.all()):
+            return None
+        one = replace(systems, sets=None if sets is None else sets[:, longest, None])
+        marginals, times = self.marginals.sum(1, keepdim=True), queries.sum(0).double()
+        return Problem(one, marginals, features[:, longest, None], times)
+
+    def sums(self, stacked: Stacked) -> AttentionSums:
+        """Evaluate the attention with these coefficients of the cells."""
+        return AttentionSums(self.systems, stacked, self.times)
 
     def select(self, which: Int64[Tensor, " chosen"]) -> Problem:
         """Return the problem of some of the systems."""
@@ -135,8 +161,9 @@ class Point:
     @classmethod
     def at(cls, problem: Problem, x: Coefficients) -> Point:
         stacked = problem.expand(x)
-        sums = AttentionSums(problem.systems, stacked)
-        value = sums.log_z.sum((-2, -1))[:, None] - (stacked * problem.marginals).sum((-2, -1))[:, None]
+        sums = problem.sums(stacked)
+        log_z = sums.log_z if problem.times is None else sums.log_z * problem.times
+        value = log_z.sum((-2, -1))[:, None] - (stacked * problem.marginals).sum((-2, -1))[:, None]
         return cls(x, stacked, sums, value, problem.reduce(sums.marginals) - problem.target)
 
 
@@ -160,6 +187,10 @@ class Solution(NamedTuple):
 def solve_attention(problem: Problem) -> Solution:
     """Find coefficients at which the model has the given marginals, unique up to the gauge."""
     n_system, n_text = problem.marginals.shape[:2]
+    if (one := problem.of_one_text()) is not None:
+        found = solve_attention(one)
+        log_z = torch.where(problem.systems.queries, found.log_z, 0.0).expand(-1, n_text, -1)
+        return found._replace(stacked=problem.expand(found.coefficients), log_z=log_z)
     cells = problem.systems.cells
     order = torch.arange(n_system, device=problem.marginals.device)
     groups = order.split(max(1, _CELLS_AT_ONCE // (n_text * cells.n_query * cells.n_key)))
@@ -198,7 +229,7 @@ def _solve_together(problem: Problem) -> Solution:
 def _begin(problem: Problem) -> Coefficients:
     """Return starting values: logarithms of the marginals relative to those of uniform attention; 0 for features."""
     target = problem.target
-    uniform = problem.reduce(AttentionSums(problem.systems, torch.zeros_like(problem.marginals)).marginals)
+    uniform = problem.reduce(problem.sums(torch.zeros_like(problem.marginals)).marginals)
     start = torch.where(target > 0, (target / uniform).log(), 0.0)
     if problem.features is not None:
         start[:, problem.n_distance :] = 0

@@ -79,7 +79,7 @@ def rung_logits(
     if rung == "untouched":
         return scores
     if rung == "uniform":
-        return torch.zeros_like(scores)
+        return scores.new_zeros(()).expand(scores.shape)
     if rung == "first_token":
         seen = inside.any(-2, keepdim=True)
         return torch.where(seen & (seen.cumsum(-1) == 1), 0.0, _UNSEEN_LOGIT).to(scores).expand(scores.shape)

@@ -33,9 +33,9 @@ class AttentionSums:
     log_z: Float64[Tensor, "system text query"]
     marginals: Stacked
 
-    def __init__(self, systems: Systems, stacked: Stacked) -> None:
-        """Evaluate at these coefficients."""
-        self._systems, self._stacked, cells = systems, stacked, systems.cells
+    def __init__(self, systems: Systems, stacked: Stacked, times: Float64[Tensor, " query"] | None = None) -> None:
+        """Evaluate at these coefficients, each query counted so many ``times`` in all sums."""
+        self._systems, self._stacked, self._times, cells = systems, stacked, times, systems.cells
         rows_of_tiles = (
             slice(t, min(t + _TILE_QUERIES, cells.n_query)) for t in range(0, cells.n_query, _TILE_QUERIES)
         )
@@ -52,7 +52,7 @@ class AttentionSums:
             pattern = logits.sub_(self.log_z[..., rows, None]).exp_()
             if self._stored is not None:
                 self._stored.append(pattern)
-            cells.add_sums(self.marginals, pattern, rows, columns)
+            self._add(self.marginals, pattern, rows, columns)
 
     @cached_property
     def diagonal(self) -> Stacked:
@@ -60,7 +60,7 @@ class AttentionSums:
         sums = torch.zeros_like(self._stacked)
         for n, (rows, columns) in enumerate(self._tiles):
             pattern = self._pattern(n)
-            self._systems.cells.add_sums(sums, pattern * (1 - pattern), rows, columns)
+            self._add(sums, pattern * (1 - pattern), rows, columns)
         return sums
 
     def product(self, x: Stacked) -> Stacked:
@@ -70,8 +70,12 @@ class AttentionSums:
             pattern = self._pattern(n)
             weighted = self._systems.cells.spread(x, rows, columns).mul_(pattern)
             mean = weighted.sum(-1, keepdim=True)
-            self._systems.cells.add_sums(sums, weighted.addcmul_(pattern, mean, value=-1), rows, columns)
+            self._add(sums, weighted.addcmul_(pattern, mean, value=-1), rows, columns)
         return sums
+
+    def _add(self, sums: Stacked, block: Tensor, rows: slice, columns: slice) -> None:
+        block = block if self._times is None else block * self._times[rows, None]
+        self._systems.cells.add_sums(sums, block, rows, columns)
 
     def _pattern(self, tile: int) -> Float64[Tensor, "system text row column"]:
         """Return a tile's part of the pattern, which must not be written to."""
