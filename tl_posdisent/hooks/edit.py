@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -159,7 +160,7 @@ class Edit:
         given = [call for name, call in self.calls.items() if name != "hide"] + [each.call for each in self.hide]
         return list(dict.fromkeys(given))
 
-    @property
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """What two heads share that can be edited together."""
         values = (getattr(self, x.name) for x in fields(self) if x.name != "calls")

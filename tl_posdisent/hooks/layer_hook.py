@@ -14,14 +14,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_posdisent.hooks.edit import Edit, Head, View
+from tl_posdisent.hooks.edit import Edit, Head, NewScores, View
 from tl_posdisent.hooks.edited_pattern import EditedRows, edited_rows
 from tl_posdisent.hooks.rotated_scores import Vectors, rotated_scores
 from tl_posdisent.models.agreement import (
     check_pattern,
     check_product,
     check_result,
-    hidden_keys,
     product_rounding,
     real_tokens,
 )
@@ -215,74 +214,87 @@ class LayerHook:
 
     def _new_scores(self, scores: Scores, vectors: Vectors | None) -> Scores:
         """Edit heads alike at a time."""
-        spec = self.spec
-        rest: Tensor | None = None
-        rounding: Tensor | None = None
+        spec, rest = self.spec, None
         if self.recomputed:
             vectors = vectors or self._queries_and_keys()
             own = vectors.of_heads(spec, self.recomputed).wide().rotated(spec)
             rounding = product_rounding(spec, *own, scores.dtype, vectors.q.dtype)
             rest = own.add_product(spec, _of_heads(scores, self.recomputed).to(own.q.dtype, copy=True), -1)
-            check_product(spec, rest, rounding)
+            hidden = check_product(spec, rest, rounding)
+        else:
+            hidden = spec.is_masked(_of_heads(scores, self.heads))
         groups: dict[object, list[int]] = {}
         for head in self.heads:
             groups.setdefault(self.records[head].key, []).append(head)
         new = scores
         for heads in groups.values():
-            record = self.records[heads[0]]
             at = [self.heads.index(head) for head in heads]
-            beyond, units = (None, None) if rest is None or rounding is None else (_of_heads(rest, at), rounding[at])
-            changed = self._of_group(record, heads, _of_heads(scores, heads), beyond, units, vectors)
+            beyond = None if rest is None else _of_heads(rest, at)
+            changed = self._of_group(heads, _of_heads(scores, heads), beyond, _of_heads(hidden, at), vectors)
             new = _with_heads(new, heads, changed, own=new is not scores)
         return new
 
     def _of_group(
-        self,
-        record: Edit,
-        heads: list[int],
-        scores: Scores,
-        rest: Scores | None,
-        rounding: Tensor | None,
-        vectors: Vectors | None,
+        self, heads: list[int], scores: Scores, rest: Scores | None, hidden: Cells, vectors: Vectors | None
     ) -> Scores:
-        """Return the scores of heads that share a record; ``rest`` are these less the product of queries and keys."""
-        visible = None
-        if record.hide or record.scores or record.from_start:
-            hidden = self.spec.is_masked(scores)
-            if rest is not None and rounding is not None:
-                hidden = hidden_keys(rest, rounding)
-            visible = ~hidden
-            if record.from_start:
-                self._check_start(record.from_start, visible)
+        """Return the scores of heads that share a record.
+
+        Args:
+            scores: the model's own.
+            rest: these less the product of queries and keys.
+            hidden: the keys that a query does not see.
+            vectors: queries and keys of all heads.
+        """
+        record = self.records[heads[0]]
+        if record.from_start:
+            self._check_start(record.from_start, ~hidden)
         if record.rotation:
             assert rest is not None
-            assert rounding is not None
             assert vectors is not None
-            scores = rotated_scores(self.spec, record, heads, scores, rest, rounding, vectors.wide())
-        if visible is None:
+            scores = rotated_scores(self.spec, record, heads, scores, rest, hidden, vectors.wide())
+        if not record.hide and not record.scores:
             return scores
-        hidden_now = torch.zeros((), dtype=torch.bool, device=scores.device)
+        visible = ~hidden
+        real = real_tokens(visible)
+        shown = visible
+        if record.hide:
+            more = self._hidden_by(record, scores)
+            shown = visible & ~more
+            blind = ~shown.any(-1)
+            self._check_keys_left(record, blind & real)
+            scores = torch.where(blind[..., None], scores, scores.masked_fill(more, -torch.inf))
+        if record.scores:
+            inside = self._mask_of_texts(record.calls["scores"], visible & real[..., None], real)
+            scores = self._replaced(record.scores, heads, scores, inside & shown if record.hide else inside, vectors)
+        return scores
+
+    def _hidden_by(self, record: Edit, scores: Scores) -> Bool[Tensor, "*lead query key"]:
+        """Return the keys that an edit hides."""
+        hidden = torch.zeros((), dtype=torch.bool, device=scores.device)
         for each in record.hide:
             cells = each.cells(len(scores), scores.shape[-1], scores.device)
-            hidden_now = hidden_now | (cells[:, None] if cells.ndim == 3 else cells)
-        real = real_tokens(visible)
-        inside = visible & ~hidden_now & real[..., None]
-        if record.hide:
-            blind = ~(visible & ~hidden_now).any(-1)
-            self._check_keys_left(record, blind & real)
-            scores = torch.where(blind[..., None], scores, scores.masked_fill(hidden_now, -torch.inf))
-        if record.scores:
-            self._check_one_text(record.calls["scores"], visible & real[..., None], real)
-            own = None
-            if record.scores.vectors:
-                assert vectors is not None
-                keys = [self.spec.key_head(head) for head in heads]
-                own = vectors.q[:, :, heads], vectors.k[:, :, keys]
-            new = record.scores.of(View(self.spec, heads, inside, scores, own))
-            if new is not scores:  # hidden keys would be seen if they kept scores, and the others got lower ones
-                kept = scores.masked_fill(~inside & inside.any(-1, keepdim=True), -torch.inf)
-                scores = torch.where(inside, new.to(scores.dtype), kept)
-        return scores
+            hidden = hidden | (cells[:, None] if cells.ndim == 3 else cells)
+        return hidden
+
+    def _replaced(
+        self,
+        edit: NewScores,
+        heads: list[int],
+        scores: Scores,
+        inside: Bool[Tensor, "*lead query key"],
+        vectors: Vectors | None,
+    ) -> Scores:
+        """Replace the scores inside the mask; outside, only queries without keys, which are padding, keep theirs."""
+        own = None
+        if edit.vectors:
+            assert vectors is not None
+            own = vectors.q[:, :, heads], vectors.k[:, :, [self.spec.key_head(head) for head in heads]]
+        new = edit.of(View(self.spec, heads, inside.expand_as(scores), scores, own))
+        if new is scores:
+            return scores
+        new = torch.where(inside.expand_as(scores), new.to(scores.dtype), -torch.inf)
+        real = inside.any(-1, keepdim=True)
+        return new if bool(real.all()) else torch.where(real, new, scores)
 
     # --- what a pass must be
 
@@ -324,9 +336,13 @@ class LayerHook:
                 "fewer"
             )
 
-    def _check_one_text(self, call: str, inside: Cells, real: Bool[Tensor, "batch 1 pos"]) -> None:
-        """Refuse masks other than the layer's own, beside padding: scores are fitted text by text under that mask."""
+    def _mask_of_texts(
+        self, call: str, inside: Cells, real: Bool[Tensor, "batch 1 pos"]
+    ) -> Bool[Tensor, "batch 1 query key"]:
+        """Return the layer's mask and refuse any other, beside padding: scores are fitted text by text under that."""
         whole = self.spec.mask(inside.shape[-1], inside.device) & real[..., :, None] & real[..., None, :]
+        if torch.equal(whole.expand_as(inside), inside):
+            return whole
         tool = call.partition("(")[0]
         if bool((inside & ~whole).any()):
             query, key = (inside & ~whole).nonzero()[0, -2:].tolist()
@@ -335,12 +351,11 @@ class LayerHook:
                 f"must not show keys that layer {self.spec.layer} hides for {tool}, got a mask by which token {query} "
                 f"sees token {key}, as in the two-way prefix of a prefix LM: give texts without a prefix",
             )
-        if not torch.equal(whole.expand_as(inside), inside):
-            raise ArgumentError(
-                "attention_mask",
-                f"must leave one text in each row for {tool}, got a mask that hides tokens of a text from each other: "
-                "pass packed texts as a batch of texts",
-            )
+        raise ArgumentError(
+            "attention_mask",
+            f"must leave one text in each row for {tool}, got a mask that hides tokens of a text from each other: "
+            "pass packed texts as a batch of texts",
+        )
 
     # --- models that neither show scores nor use edited ones
 

@@ -18,7 +18,6 @@ from jaxtyping import Bool, Float, Float64, Int, Real
 from torch import Tensor
 
 from tl_posdisent.hooks.edit import Band, Edit
-from tl_posdisent.models.agreement import hidden_keys
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary, turn
 from tl_posdisent.utils.errors import ArgumentError
@@ -78,7 +77,7 @@ def rotated_scores(
     heads: Sequence[int],
     scores: Scores,
     rest: Scores,
-    rounding: Float[Tensor, "head 1 1"],
+    hidden: Bool[Tensor, "batch head query key"],
     vectors: Vectors,
 ) -> Scores:
     """Return the scores of some heads under the edits of their rotation.
@@ -86,7 +85,7 @@ def rotated_scores(
     Args:
         scores: the model's own.
         rest: these less the product of its queries and keys; overwritten.
-        rounding: of that product.
+        hidden: the keys that a query does not see.
         vectors: of all heads, before rotation.
     """
     rotation = _Rotation(spec, edit, list(heads), vectors)
@@ -94,14 +93,14 @@ def rotated_scores(
         return _rounded(rotation.turned(*rotation.own_angles()).add_product(spec, rest), scores)
     ceiling = math.inf if edit.ceiling is None else edit.ceiling
     if isinstance(edit.distances, Tensor):
-        cells = _matrix(spec, edit.distances, heads, seen_cells(rest, rounding))
+        cells = _matrix(spec, edit.distances, heads, ~hidden.all(1))
         values, index = cells.clamp(max=ceiling).unique(return_inverse=True)
         return _rounded(rest + rotation.of_pairs(values, index), scores)
     if edit.distances is None or isinstance(edit.distances, float):
         pieces = _pieces_of_ceiling(edit.distances, ceiling)
     else:
         n = scores.shape[-1]
-        ahead = not spec.causal or bool(seen_cells(rest, rounding).triu(1).any())  # in the prefix of a prefix LM
+        ahead = not spec.causal or bool((~hidden.all(1)).triu(1).any())  # in the prefix of a prefix LM
         low = 1 - n if ahead else 0  # a function need not have values at distances that do not occur
         real = torch.arange(low, n, device=scores.device)
         values = mapped(edit.distances, real.double(), "distances", "real distances").clamp(max=ceiling)
@@ -316,11 +315,6 @@ def _pieces_of_ceiling(distance: float | None, ceiling: float) -> list[Piece]:
     if distance is not None:
         return [Piece(-math.inf, 0.0, min(distance, ceiling))]
     return [Piece(-math.inf, 1.0, 0.0), Piece(ceiling, 0.0, ceiling)]
-
-
-def seen_cells(rest: Scores, rounding: Float[Tensor, "head 1 1"]) -> Bool[Tensor, "batch query key"]:
-    """Find the cells in which a head sees a key."""
-    return (~hidden_keys(rest, rounding)).any(1)
 
 
 def _matrix(

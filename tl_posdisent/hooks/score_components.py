@@ -65,9 +65,9 @@ def keep_parts(
 
 def fewest_masks(inside: Tensor) -> Tensor:
     """Reduce equal masks to one: heads share theirs, and without padding so do texts."""
-    for axis in range(inside.ndim - 2):
+    for axis in reversed(range(inside.ndim - 2)):
         first = inside.narrow(axis, 0, 1)
-        if inside.shape[axis] > 1 and bool((inside == first).all()):
+        if inside.shape[axis] > 1 and (inside.stride(axis) == 0 or bool((inside == first).all())):
             inside = first
     return inside
 

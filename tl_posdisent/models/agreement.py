@@ -53,8 +53,8 @@ def product_rounding(
 @torch.no_grad()
 def check_product(
     spec: AttentionSpec, rest: Float[Tensor, "batch head query key"], rounding: Float[Tensor, "head 1 1"]
-) -> None:
-    """Raise unless scores less the product of queries and keys are rounding, or those of hidden keys.
+) -> Bool[Tensor, "batch head query key"]:
+    """Raise unless scores less the product of queries and keys are rounding, or those of hidden keys; return these.
 
     Queries whose keys are hidden from all are padding, which has positions of its own.
     """
@@ -62,15 +62,17 @@ def check_product(
     right = (rest <= rounding).logical_and_((rest >= -rounding).logical_or_(hidden))  # NaN is not
     see_themselves = ~hidden.diagonal(0, -2, -1).flatten(1)
     if bool(right.all()) and bool(see_themselves.any(-1).all()):
-        return
+        return hidden
     real = real_tokens(~hidden)  # a text without keys may have scores of any size
     if not bool((right | ~real[..., None]).all()) or not bool(real.any(-1).all()):
         raise disagreement(spec, rest)
+    return hidden
 
 
 def real_tokens(visible: Bool[Tensor, "batch head query key"]) -> Bool[Tensor, "batch 1 pos"]:
-    """Find the tokens that are not padding: some query sees them."""
-    return visible.any(-2).any(1, keepdim=True)
+    """Find the tokens that are not padding: some query sees them, nearly always their own."""
+    own: Tensor = visible.diagonal(0, -2, -1).any(1, keepdim=True)
+    return own if bool(own.all()) else visible.any(-2).any(1, keepdim=True)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from tl_posdisent.hooks.ablate import StandIn, stand_in
 from tl_posdisent.hooks.edit import NewResult, NewScores, View
 from tl_posdisent.hooks.hook_list import Chosen, Hooks, hooks_for, pairs_of
 from tl_posdisent.hooks.positions import remap_distance
+from tl_posdisent.hooks.score_components import fewest_masks
 from tl_posdisent.hooks.substitute_attention import substitute_attention
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.running.texts import Texts, TokenIds, Tokens, read_texts
@@ -134,9 +135,10 @@ def _after_first(layer: int, heads: Sequence[int], z: Tensor, *, replace: StandI
 
 def _gate(view: View) -> Tensor:
     """Spread what a query does not pay to the first token evenly over its other keys; a learned sink keeps its part."""
-    others = view.inside.clone()
+    others = fewest_masks(view.inside).clone()
     others[..., 0] = False
-    level = view.scores.double().masked_fill(~others, -torch.inf).logsumexp(-1, keepdim=True)
+    wide = view.scores.to(torch.promote_types(view.scores.dtype, torch.float32))
+    level = wide.masked_fill(~others, -torch.inf).logsumexp(-1, keepdim=True)
     even = (level - others.sum(-1, keepdim=True).log()).to(view.scores.dtype)
     return torch.where(others, even, view.scores)
 
