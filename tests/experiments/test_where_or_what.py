@@ -260,6 +260,7 @@ def test_the_table_says_what_it_holds_before_its_rows(table: pd.DataFrame) -> No
         assert names in repr(table)
         assert names in table._repr_html_()
     assert repr(table).startswith(statement)
+    assert f"<p>{statement.replace(' %', '&nbsp;%')}</p>" in table._repr_html_()
     assert type(table[table["verdict"] == "what"]) is type(table.copy()) is pd.DataFrame
     without = type(table)(table.drop(columns="verdict"))
     without.attrs = table.attrs

@@ -460,6 +460,10 @@ def test_arrows_join_the_places_of_heads_in_two_models() -> None:
     assert list(arrows.marker.size) == [0, 10, 0] * 3
     assert list(arrows.marker.color[1::3]) == [NEEDS[verdict] for verdict in ("what", "what", "mixed")]
     assert heads_of(figure).keys() == heads_of(plot_where_or_what(before)).keys()
+    text = figure.layout.title.text
+    for when, table in (("before", before), ("after", after)):
+        counts = re.findall(r"(\d+) ([a-z ]+)", text.partition(f"{when}: ")[2].partition("<")[0])
+        assert {word: int(n) for n, word in counts} == table["verdict"].value_counts().to_dict()
 
 
 def test_a_table_of_verdicts_is_for_another_plot() -> None:

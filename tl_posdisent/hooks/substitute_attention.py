@@ -71,15 +71,15 @@ def substitute_attention(
             refuses. While running: a text with distances that do not occur in ``fitted_to``.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent import cut_text, demo_text, load_demo_model
         >>> from tl_posdisent.hooks import substitute_attention
-        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
+        >>> model = load_demo_model()
+        >>> tokens, others = cut_text(model, demo_text(), length=64, texts=7).split([1, 6])
         >>> def loss(hooks):
         ...     return model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks).item()
         >>> uniform, additive = (loss(substitute_attention(model, rung)) for rung in ("uniform", "additive"))
         >>> loss([]) < additive < uniform
         True
-        >>> others = demo_tokens(length=448)[:, 64:].view(6, 64)
         >>> substitute_attention(model, "static", fitted_to=others, layers=1)
         substitute_attention(static, fitted_to=6 texts) on 1 layer × 8 heads
     """

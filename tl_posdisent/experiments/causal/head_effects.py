@@ -122,8 +122,9 @@ def head_effects(
             ``head_ablation`` refuses.
 
     Example:
-        >>> from tl_posdisent import ablate_heads, demo_tokens, dummy_distance, head_effects, load_demo_model
-        >>> model, tokens = load_demo_model(), demo_tokens(length=128).view(2, 64)
+        >>> from tl_posdisent import ablate_heads, cut_text, demo_text, dummy_distance, head_effects, load_demo_model
+        >>> model = load_demo_model()
+        >>> tokens = cut_text(model, demo_text(), length=64, texts=2)
         >>> interventions = {"zero": ablate_heads(model, None), "d = 5": dummy_distance(model, 5)}
         >>> table = head_effects(model, tokens, interventions, exact=2, progress=False)
         >>> len(table)  # 40 heads, two interventions

@@ -52,8 +52,10 @@ def intervention_losses(
             logits; invalid tokens.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, dummy_distance, intervention_losses, load_demo_model, remap_distance
-        >>> model, tokens = load_demo_model(), demo_tokens(length=128).view(2, 64)
+        >>> from tl_posdisent import cut_text, demo_text, load_demo_model
+        >>> from tl_posdisent import dummy_distance, intervention_losses, remap_distance
+        >>> model = load_demo_model()
+        >>> tokens = cut_text(model, demo_text(), length=64, texts=2)
         >>> far = remap_distance(model, lambda d: d.clamp(max=16))
         >>> interventions = {"every distance 5": dummy_distance(model, 5), "at most 16": far}
         >>> table = intervention_losses(model, tokens, interventions, progress=False)

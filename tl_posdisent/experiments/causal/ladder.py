@@ -117,11 +117,12 @@ def attention_ladder(
             and ``substitute_attention``.
 
     Example:
-        >>> from tl_posdisent import attention_ladder, demo_tokens, load_demo_model
-        >>> model, tokens = load_demo_model(), demo_tokens(length=128)
+        >>> from tl_posdisent import attention_ladder, cut_text, demo_text, load_demo_model
+        >>> model = load_demo_model()
+        >>> tokens = cut_text(model, demo_text(), length=64, texts=2)
         >>> rungs = ["uniform", "distance+sink", "static", "untouched"]
         >>> table = attention_ladder(
-        ...     model, tokens[:, :64], heldout=tokens[:, 64:], layers=4, unit="layer", rungs=rungs, progress=False
+        ...     model, tokens[:1], heldout=tokens[1:], layers=4, unit="layer", rungs=rungs, progress=False
         ... )
         >>> table = table[table["control"] == "none"].set_index("rung")
         >>> table["recovered"][["uniform", "untouched"]].tolist(), bool(table["causal"].all())

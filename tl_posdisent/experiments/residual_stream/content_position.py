@@ -308,12 +308,13 @@ def positional_subspace(
 
     Example:
         >>> from scipy.linalg import subspace_angles
-        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent import cut_text, demo_text, load_demo_model
         >>> from tl_posdisent.experiments import positional_subspace
-        >>> model, tokens = load_demo_model(), demo_tokens(length=512).view(16, 32)
+        >>> model = load_demo_model()
+        >>> tokens = cut_text(model, demo_text(), length=32, texts=16)
         >>> first, last = (positional_subspace(model, tokens, layer, rank=2) for layer in (1, 4))
         >>> first
-        PositionalSubspace of layer 1: 2 of 128 dimensions, 0.057 of the stream is positional (0.061 by chance)
+        PositionalSubspace of layer 1: 2 of 128 dimensions, 0.256 of the stream is positional (0.048 by chance)
         >>> subspace_angles(first.basis.numpy(), last.basis.numpy()).shape  # in radians, the largest first
         (2,)
     """

@@ -50,7 +50,8 @@ class HeadTable(pd.DataFrame):
             return pd.DataFrame(self)._repr_html_() or ""  # type: ignore[operator]
         summary, rows = self._summary(), self._few().to_html(**_shown_rows(len(self)))
         counts = "" if summary.empty else summary.to_html(index=False)
-        return f"<p>{html.escape(self.attrs['statement'])}</p>{counts}{rows}<p>{html.escape(self._size)}</p>"
+        said = html.escape(self.attrs["statement"]).replace(" %", "&nbsp;%")  # no line ends before %
+        return f"<p>{said}</p>{counts}{rows}<p>{html.escape(self._size)}</p>"
 
     def _few(self) -> pd.DataFrame:
         """The columns that a screen has room for."""

@@ -74,8 +74,8 @@ def plot_where_or_what(
             another label is left out: hover over the head instead.
         width, height: size of the figure in pixels, for which labels are placed; default as large as its page allows,
             with labels for the usual sizes.
-        title: title of the figure; default a description with the number of heads per verdict, or the name of a single
-            head.
+        title: title of the figure; default a description with the number of heads per verdict, of both models if there
+            are two, or the name of a single head.
 
     Raises:
         ValueError: a table without these columns or rows, or with several rows for a head; ``after`` of other heads;
@@ -114,7 +114,7 @@ def plot_where_or_what(
         width=width,
         height=height,
     )
-    return _titled(figure, table, title, width)
+    return _titled(figure, table, after, title, width)
 
 
 def _size_inside(name: Literal["width", "height"], size: int | None) -> tuple[float, float]:
@@ -176,13 +176,20 @@ def _add_path(figure: go.Figure, corners: Sequence[tuple[float, float]], **optio
     figure.add_shape(type="path", path=path, layer="below", **options)
 
 
-def _titled(figure: go.Figure, table: pd.DataFrame, title: str | None, width: int | None) -> go.Figure:
-    """Add the title, by default with the number of heads of each verdict, in lines that fit the width."""
+def _titled(
+    figure: go.Figure, table: pd.DataFrame, after: pd.DataFrame | None, title: str | None, width: int | None
+) -> go.Figure:
+    """Add the title, by default with the number of heads of each verdict in each model, in lines that fit the width."""
     if len(table) == 1:
         add_title(figure, title, f"What {row_names(table)[0]} needs")
         return figure.update_layout(margin=_MARGIN)
-    counted = ", ".join(f"{(table['verdict'] == verdict).sum()} {verdict}" for verdict in present(table))
-    lines = textwrap.wrap(counted, int((width or _FREE_WIDTH) / _CHARACTER))
+    counted = [_counted(table)] if after is None else [f"before: {_counted(table)}", f"after: {_counted(after)}"]
+    lines = [line for words in counted for line in textwrap.wrap(words, int((width or _FREE_WIDTH) / _CHARACTER))]
     add_title(figure, title, f"What each {'group' if 'group' in table else 'head'} needs", "<br>".join(lines))
     more = 0 if title is not None else _LINE * (len(lines) - 1)
     return figure.update_layout(margin={**_MARGIN, "t": figure.layout.margin.t + more})
+
+
+def _counted(table: pd.DataFrame) -> str:
+    """Count the heads of each verdict in words."""
+    return ", ".join(f"{(table['verdict'] == verdict).sum()} {verdict}" for verdict in present(table))
