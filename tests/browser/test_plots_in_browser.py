@@ -82,7 +82,8 @@ _LABELS = """() => [...document.querySelectorAll(".js-plotly-plot")].map((plot) 
     const names = [...trace.querySelectorAll(".textpoint")].map((x) => x.textContent);
     return [...trace.querySelectorAll("path.point")].map((x, n) => [names[n], box(x)]).filter(([, b]) => b.width >= 16);
   });
-  const labels = [...plot.querySelectorAll(".textpoint text")].filter((x) => x.textContent);
+  const labels = [...plot.querySelectorAll(".textpoint text, .annotation-text")]
+    .filter((x) => /^L\\d/.test(x.textContent));
   const over = texts.flatMap((a, n) => texts.slice(n + 1).filter((b) => meet(box(a), box(b)))
     .map((b) => `${a.textContent} over ${b.textContent}`));
   const hidden = labels.flatMap((x) => markers.filter(([name, b]) => name !== x.textContent && meet(box(x), b))

@@ -239,6 +239,7 @@ def test_rows_columns_and_attributes(table: pd.DataFrame) -> None:
 def test_the_table_says_what_it_holds_before_its_rows(table: pd.DataFrame) -> None:
     """Parts of the sum, the verdicts and the heads that contribute most, computed from the rows."""
     statement, total = table.attrs["statement"], table["contribution"].sum()
+    assert table.attrs["answer"] == re.sub(r" Heads \(share of the sum\): [^.]*\.", "", statement)
     assert statement.startswith("Of what 16 heads contribute in 4 texts of 12 tokens, each alone, ")
     for part, words in (
         ("where", "depends on where keys are"),

@@ -19,6 +19,7 @@ import tl_posdisent as tp
 from tl_posdisent.experiments.where_what.sentences import needs_sentences
 from tl_posdisent.page.names import SECTION_NAMES
 from tl_posdisent.page.sections import FRACTIONS
+from tl_posdisent.page.words import unbroken
 
 TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
 OPTIONS: dict[str, Any] = {"layers": [2, 4], "progress": False}
@@ -220,6 +221,15 @@ def test_what_heads_need_is_that_of_the_experiment(made: tuple[Any, Document], n
     assert "undecided" in set(needs["verdict"])
 
 
+def test_no_line_ends_before_a_percent_sign(made: tuple[Any, Document]) -> None:
+    """In sentences, and in what is said of how they were measured."""
+    _, document = made
+    assert "\xa0%" in document.text
+    assert re.findall(r".{20}\d %", document.text) == []
+    says = [" ".join(panel["says"]) for panel in document.data["atlas-data"]["panels"].values()]
+    assert [text for text in says if re.search(r"\d %", text) or "\xa0%" not in text] == []
+
+
 @pytest.mark.slow
 def test_the_answer_is_the_statement_of_the_table(made: tuple[Any, Document], needs: pd.DataFrame) -> None:
     """But for its counts, which the table has; and says where the heads of random copies lie."""
@@ -263,12 +273,12 @@ def test_a_panel_begins_with_the_description_of_its_head(made: tuple[Any, Docume
     rows = {row["head"]: row for row in document.rows("atlas")}
     for row, label in zip(needs.to_dict("records"), labels(needs), strict=True):
         says = document.data["atlas-data"]["panels"][label]["says"]
-        expected = needs_sentences(row)
+        expected = [*map(unbroken, needs_sentences(row))]
         assert says[: len(expected)] == expected
         assert says[0].startswith(f"{label} contributes ")
         (variance,) = [sentence for sentence in says if sentence.startswith("Of the variance of its scores")]
         distance, key = (100 * as_number(rows[label][f"{name} alone"]) for name in ("distance", "key"))
-        shown = re.findall(r"explains (\d+) %, the key (\d+) %", variance)[0]
+        shown = re.findall(r"explains (\d+)\s%, the key (\d+)\s%", variance)[0]
         assert [int(x) for x in shown] == pytest.approx([distance, key], abs=0.56)
 
 
@@ -282,7 +292,7 @@ def test_a_panel_keeps_the_first_token_apart(made: tuple[Any, Document]) -> None
         for head, of_head in enumerate(means):
             says = " ".join(document.data["atlas-data"]["panels"][f"L{layer}H{head}"]["says"])
             share = 100 * float(pattern[:, head, 1:, 0].mean())
-            found = re.findall(r"The first token gets (\d+) % .* others is largest at distance (\d+): ([\d.]+)", says)
+            found = re.findall(r"The first token gets (\d+)\s% .* others is largest at distance (\d+): ([\d.]+)", says)
             assert [float(x) for x in found[0]] == pytest.approx(
                 [share, int(of_head.argmax()), float(of_head.max())], abs=0.51
             )

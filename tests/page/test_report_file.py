@@ -58,7 +58,7 @@ def test_a_large_model_keeps_the_file_small(tmp_path: Path) -> None:
     table = index.join(pd.DataFrame(numbers.numpy(), columns=columns))
     profiles = index.merge(pd.DataFrame({"distance": range(48), "value": 0.5, "cells": 1}), how="cross")
     needed = table[[*HEAD, *NEEDED]].assign(verdict="what", open="", measured="estimated")
-    needed.attrs["statement"] = "Of what 5120 heads contribute, half depends on where keys are."
+    needed.attrs["answer"] = "Of what 5120 heads contribute, half depends on where keys are."
     measured = {
         "where_or_what": Measured(subject, needed),
         "distance": Measured(subject, profiles),

@@ -46,6 +46,8 @@ def test_the_section_says_what_the_comparison_says(tmp_path: Path) -> None:
     rows = document.rows("two_models")
     assert [row["head"] for row in rows] == [f"L3H{head}" for head in changed["head"]]
     assert rows[0]["head"] == "L3H0"
+    links = [found["href"] for tag, found in document.attributes if tag == "a" and "id" not in found]
+    assert [link for link in links if str(link).startswith("#L")] == [f"#L3H{head}" for head in changed["head"]]
     assert [row["changed"] for row in rows] == changed["changed"].tolist()
     for title, name in (
         ("contribution change", "contribution_change"),

@@ -34,7 +34,7 @@ def parts(where: list[float], what: list[float], verdicts: list[str]) -> pd.Data
     )
     table["neither_part"] = 1 - table["where_part"] - table["what_part"]
     table = table.assign(where_part_se=0.04, what_part_se=[0.01, 0.02, 0.04, 0.05])
-    table.attrs["statement"] = "Of what 4 heads contribute, 10 ± 1 % depends on where keys are."
+    table.attrs["answer"] = "Of what 4 heads contribute, 10 ± 1 % depends on where keys are."
     return table
 
 
@@ -42,7 +42,7 @@ def test_what_heads_need_is_stated_beside_random_copies() -> None:
     table = parts([0.9, 0.1, 0.4, 0.5], [0.1, 0.9, 0.4, 0.2], ["where", "what", "mixed", "undecided"])
     alone = said("where_or_what", table)
     assert alone == (
-        f"{table.attrs['statement']} Here ± is a standard error over texts. The median error of a "
+        f"{table.attrs['answer']} Here ± is a standard error over texts. The median error of a "
         "single head that contributes is 0.04 for where and 0.03 for what."
     )
     counted, _ = SECTIONS["where_or_what"].show(table, None).table or (table, "")

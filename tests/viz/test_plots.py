@@ -380,12 +380,13 @@ def test_the_plane_has_each_head_at_its_parts() -> None:
         assert head["size"] ** 2 == pytest.approx(drawn["L0H2"]["size"] ** 2 * row["contribution"] / 0.16)  # areas
         assert head["label"] == (name if name in ("L0H2", "L1H2") else "")
         assert head["trace"].marker.color == NEEDS[verdict]
-        assert head["trace"].marker.symbol == ("circle-open" if verdict == "undecided" else "circle")
+        assert head["trace"].marker.symbol == ("diamond" if verdict == "undecided" else "circle")
     assert "2 where, 1 what, 1 mixed, 1 undecided, 1 not used" in figure.layout.title.text
-    rings = named(figure, "joint above 0.3")
-    ringed = {name: drawn[name] for name in ("L0H1", "L1H0")}
-    assert {*zip(rings.x, rings.y, strict=True)} == {head["at"] for head in ringed.values()}
-    assert sorted(rings.marker.size) == sorted(head["size"] + 3 for head in ringed.values())
+    outlines = [trace for trace in figure.data if trace.name == "joint above 0.3"]
+    assert [trace.showlegend for trace in outlines] == [True, False]
+    for trace, name, symbol in zip(outlines, ("L1H0", "L0H1"), ("circle", "diamond"), strict=True):
+        assert ((*trace.x, *trace.y), *trace.marker.size) == (drawn[name]["at"], drawn[name]["size"])
+        assert trace.marker.symbol == f"{symbol}-open"
     for without in (PLANE.assign(joint=0.3), PLANE.drop(columns="joint")):
         assert "joint above 0.3" not in {trace.name for trace in plot_where_or_what(without).data}
 
@@ -504,24 +505,42 @@ def test_groups_are_named_in_the_plane() -> None:
         plot_where_or_what(pd.concat([groups, groups]))
 
 
-def drawn_at(figure: go.Figure, width: float, height: float) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The rectangles of labels and of markers, if the area inside the axes has this size: left, top, right, bottom."""
-    labels, markers = {}, {}
+Boxes = dict[str, np.ndarray]
+
+
+def drawn_at(figure: go.Figure, width: float, height: float) -> tuple[Boxes, Boxes, Boxes]:
+    """The rectangles of labels and of markers, if the area inside the axes has this size: left, top, right, bottom.
+
+    And for labels away from their heads the ends of the lines to them.
+    """
+    labels, markers, lines = Boxes(), Boxes(), Boxes()
     (left, right), (low, high) = figure.layout.xaxis.range, figure.layout.yaxis.range
+
+    def place(x: float, y: float) -> np.ndarray:
+        return np.array([width * (x - left) / (right - left), height * (high - y) / (high - low)])
+
+    def box(text: str, middle: np.ndarray) -> np.ndarray:
+        half = np.array([7 * len(text), 12]) / 2
+        return np.concatenate([middle - half, middle + half])
+
     for trace in figure.data:
         if trace.customdata is None:
-            continue  # rings
+            continue  # outlines
         columns = (trace.x, trace.y, trace.marker.size, trace.text, trace.textposition, trace.customdata)
         for x, y, size, text, side, (name, *_) in zip(*columns, strict=True):
-            at = np.array([width * (x - left) / (right - left), height * (high - y) / (high - low)])
+            at = place(x, y)
             markers[name] = np.concatenate([at - size / 2, at + size / 2])
             if text:
                 up, across = side.split()
                 direction = np.array([{"left": -1, "right": 1}.get(across, 0), {"top": -1, "bottom": 1}.get(up, 0)])
                 half = np.array([7 * len(text), 12]) / 2
-                middle = at + direction * (half + size / 1.6 + 1)  # as plotly places text
-                labels[name] = np.concatenate([middle - half, middle + half])
-    return labels, markers
+                labels[name] = box(text, at + direction * (half + size / 1.6 + 1))  # as plotly places text
+    for far in figure.layout.annotations:
+        if far.ax is not None:
+            at, away = place(far.x, far.y), np.array([far.ax, far.ay])
+            lines[far.text] = np.stack([at, at + away])
+            labels[far.text] = box(far.text, at + away)
+    return labels, markers, lines
 
 
 def are_apart(one: np.ndarray, other: np.ndarray) -> bool:
@@ -531,20 +550,17 @@ def are_apart(one: np.ndarray, other: np.ndarray) -> bool:
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
-        ({}, [(240, 280), (240, 450), (500, 310), (760, 450), (1000, 280)]),
-        ({"width": 340, "height": 300}, [(255, 140)]),
+        ({}, [(240, 380), (240, 420), (500, 400), (760, 420), (1000, 380), (1900, 400)]),
+        ({"width": 340, "height": 300}, [(255, 120), (255, 140), (255, 160)]),
     ],
     ids=["free", "small"],
 )
 @pytest.mark.parametrize("seed", range(5))
 def test_labels_of_the_plane_lie_over_nothing(options: Any, sizes: list[tuple[int, int]], seed: int) -> None:
-    """No other label, no large marker of another head, nor the edge of the axes; some are there."""
-    chance = np.random.default_rng(seed)
-    parts = dict(zip(PLANE_COLUMNS[3:6], chance.dirichlet([0.5, 0.5, 0.5], 24).T, strict=True))
-    table = by_head(4, 6).assign(verdict="mixed", **parts, joint=chance.uniform(size=24))
-    figure = plot_where_or_what(table.assign(contribution=chance.exponential(size=24)), **options)
+    """No other label or line to one, no large marker of another head, nor the edge of the axes; some are there."""
+    figure = plot_where_or_what(random_plane(seed), **options)
     for width, height in sizes:
-        labels, markers = drawn_at(figure, width, height)
+        labels, markers, lines = drawn_at(figure, width, height)
         assert len(labels) >= 3
         for name, box in labels.items():
             assert box.min() >= 0
@@ -552,6 +568,31 @@ def test_labels_of_the_plane_lie_over_nothing(options: Any, sizes: list[tuple[in
             others = [other for other, marker in markers.items() if other != name and marker[2] - marker[0] >= 16]
             assert [other for other in others if not are_apart(box, markers[other])] == []
             assert [other for other in labels if other != name and not are_apart(box, labels[other])] == []
+            assert [other for other, line in lines.items() if other != name and crosses(line, box)] == []
+
+
+def random_plane(seed: int) -> pd.DataFrame:
+    chance = np.random.default_rng(seed)
+    parts = dict(zip(PLANE_COLUMNS[3:6], chance.dirichlet([0.5, 0.5, 0.5], 24).T, strict=True))
+    table = by_head(4, 6).assign(verdict="mixed", **parts, joint=chance.uniform(size=24))
+    return table.assign(contribution=chance.exponential(size=24))
+
+
+def crosses(line: np.ndarray, box: np.ndarray) -> bool:
+    """Whether a line has a point inside a rectangle."""
+    points = line[0] + np.linspace(0, 1, 400)[:, None] * (line[1] - line[0])
+    return bool(((points > box[:2]) & (points < box[2:])).all(1).any())
+
+
+@pytest.mark.parametrize("spread", [1.0, 0.2])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_largest_heads_of_the_plane_are_named(seed: int, spread: float) -> None:
+    """Where they lie apart, and where they lie close together."""
+    table, parts = random_plane(seed), PLANE_COLUMNS[3:6]
+    table[parts] = spread * table[parts] + (1 - spread) * np.array([0.5, 0.45, 0.05])
+    largest = table.sort_values("contribution", ascending=False)[:8]
+    labels, _, _ = drawn_at(plot_where_or_what(table, labels=8, width=760), 675, 400)
+    assert labels.keys() == {head_label(*head) for head in largest[["layer", "head"]].itertuples(index=False)}
 
 
 @pytest.mark.parametrize(("where", "what"), [(0.9, 0.1), (0.0, 0.95), (0.3, 0.3), (0.1, 0.0)])

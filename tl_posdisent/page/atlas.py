@@ -117,7 +117,7 @@ def atlas(subject: Subject, heads: pd.DataFrame, panels: Panels) -> Markup:
         reasons=[f"{reason} (layers {numbers(of_layers)})" for reason, of_layers in panels.reasons.items()],
         same=SAME,
         shown=len(data["words"]),
-        table=table("atlas", "Every head", shown, _TITLES, _DIGITS, linked=True),
+        table=table("atlas", "Every head", shown, _TITLES, _DIGITS, named=True),
     )
 
 

@@ -131,13 +131,15 @@ def _parts(
     command: str,
 ) -> list[Part]:
     """Render all parts of the page in their order: the answer, the atlas, the other sections, how to reproduce them."""
+    heads = atlas_table(subject.pairs, measured)
+    places = places_of(heads.head(ROWS)) if colours_of(heads) else []
+    linked = {head_label(*place) for place in places}
     parts = [
-        Part(name, section.heading, render_section(name, section, measured[name], subject))
+        Part(name, section.heading, render_section(name, section, measured[name], subject, linked))
         for name, section in sections.items()
     ]
-    heads = atlas_table(subject.pairs, measured)
-    if colours_of(heads):
-        panels = make_panels(subject, places_of(heads.head(ROWS)), measured)
+    if places:
+        panels = make_panels(subject, places, measured)
         of_heads = Part("atlas", "Atlas of the heads", atlas(subject, heads, panels))
         parts.insert(sum(name in sections for name in (SECTION_NAMES[0], TWO_MODELS)), of_heads)
     return [*parts, Part("reproduce", "How to reproduce", reproduce(subject, command, settings))]

@@ -5,7 +5,7 @@ Templates escape everything that is not ``Markup``. Strings from a model, a text
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import resources
 from typing import Any
 
@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from pandas.api.types import is_float_dtype
 
-from tl_posdisent.page.words import MISSING, number
+from tl_posdisent.page.words import MISSING, number, unbroken
 from tl_posdisent.utils.validation import head_label, printable
 from tl_posdisent.viz.palette import BLACK, WHITE
 
@@ -37,7 +37,7 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
     undefined=StrictUndefined,
 )
-_TEMPLATES.filters["printable"] = printable_lines
+_TEMPLATES.filters |= {"printable": printable_lines, "unbroken": unbroken}
 
 
 def render(name: str, **values: Any) -> Markup:
@@ -74,12 +74,13 @@ def table(
     titles: Mapping[str, str],
     digits: Mapping[str, int] | None = None,
     *,
-    linked: bool = False,
+    named: bool = False,
+    linked: Collection[str] = (),
 ) -> Markup:
     """Render the first 512 rows of a table in a box that scrolls.
 
     The first column names the rows. If the table has ``layer`` and ``head``, these two columns become one label, which
-    is the target of links if ``linked``.
+    is the target of links if ``named``, and leads there if it is one of ``linked``.
     """
     if len(frame) > ROWS:
         caption = f"{caption}: the first {ROWS} of {len(frame)} rows"
@@ -89,7 +90,7 @@ def table(
         pairs = zip(columns.pop("layer"), columns.pop("head"), strict=True)
         columns = {"head": [head_label(int(layer), int(head)) for layer, head in pairs]} | columns
     names = [titles.get(column, column.replace("_", " ")) for column in columns]
-    return _part("table", name, caption, names, list(zip(*columns.values(), strict=True)), linked)
+    return _part("table", name, caption, names, list(zip(*columns.values(), strict=True)), named, linked)
 
 
 def figure(drawn: go.Figure, caption: str) -> Markup:

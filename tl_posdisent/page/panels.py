@@ -32,6 +32,7 @@ from tl_posdisent.models.running.texts import read_texts
 from tl_posdisent.page.contract import Panel
 from tl_posdisent.page.section import FAILURES, Measured, by_head
 from tl_posdisent.page.subject import Subject
+from tl_posdisent.page.words import unbroken
 from tl_posdisent.utils.tables import HEAD
 from tl_posdisent.utils.validation import head_label
 
@@ -82,7 +83,7 @@ def make_panels(subject: Subject, places: Sequence[Place], measured: Mapping[str
     near_by_head, (distances, profiles) = _by_head(near), _profiles(measured)
     panels: dict[str, Panel] = {}
     for place in places:
-        panel: Panel = {"says": said.get(place, []), "scores": scores[place]}
+        panel: Panel = {"says": [*map(unbroken, said.get(place, []))], "scores": scores[place]}
         if place in near_by_head:
             by_name = near_by_head[place].groupby("intervention", sort=False)["attention"]
             panel["attention"] = {str(name): [float(f"{x:.3g}") for x in values] for name, values in by_name}

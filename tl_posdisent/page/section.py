@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -176,8 +176,14 @@ def _add_copy(measured: Measured, section: Section, reading: ModelReading, seed:
         measured.copies.append(table.assign(seed=seed))
 
 
-def render_section(name: str, section: Section, measured: Measured, subject: Subject) -> Markup:
-    """Render a section; without a measurement, its heading and the reason."""
+def render_section(
+    name: str, section: Section, measured: Measured, subject: Subject, linked: Collection[str] = ()
+) -> Markup:
+    """Render a section; without a measurement, its heading and the reason.
+
+    Args:
+        linked: the labels of the heads that have a panel, to which tables lead.
+    """
     shown = Shown() if measured.trained is None else section.show(measured.trained, measured.random)
     parts = [what for what, there in (("figure", shown.figures), ("table", shown.table)) if there]
     whole = "" if measured.read.tokens.shape == subject.tokens.shape else f", of {subject.sizes()}"
@@ -188,7 +194,7 @@ def render_section(name: str, section: Section, measured: Measured, subject: Sub
         closed=section.closed and " and ".join(parts).capitalize(),
         sentences=shown.sentences,
         figures=[figure(drawn, of_figure) for drawn, of_figure in shown.figures],
-        table=None if shown.table is None else _table(name, shown, subject),
+        table=None if shown.table is None else _table(name, shown, subject, linked),
         table_first=shown.table_first,
         about=section.about,
         read=None if measured.trained is None else f"Read: {measured.read.sizes()}{whole}.",
@@ -196,10 +202,11 @@ def render_section(name: str, section: Section, measured: Measured, subject: Sub
     )
 
 
-def _table(name: str, shown: Shown, subject: Subject) -> Markup:
+def _table(name: str, shown: Shown, subject: Subject, linked: Collection[str]) -> Markup:
     assert shown.table is not None
     rows, caption = shown.table
-    return table(name, caption, with_attention(rows, subject.attention), shown.titles, shown.digits)
+    rows = with_attention(rows, subject.attention)
+    return table(name, caption, rows, shown.titles, shown.digits, linked=linked)
 
 
 def with_attention(rows: pd.DataFrame, attention: Mapping[int, str]) -> pd.DataFrame:

@@ -12,13 +12,11 @@ from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.running.cut_text import LENGTH, MOST
 from tl_posdisent.page.section import Section, Settings, Shown
 from tl_posdisent.page.subject import Subject
+from tl_posdisent.page.where_or_what import plane
 from tl_posdisent.utils.tables import HEAD
-from tl_posdisent.viz.plots.plane import plot_where_or_what
 
 TWO_MODELS: Final = "two_models"
 """The name of the section, which is there if another model is given."""
-_LABELS, _HEIGHT = 8, 560
-"""Heads of the largest contribution that are labelled in the plane, and its height in pixels."""
 _CHANGES: Final = ("contribution", "where_part", "what_part", "neither_part")
 _COLUMNS: Final = [
     "changed",
@@ -54,7 +52,7 @@ def _measure(subject: Subject, settings: Settings, *, after: ModelReading) -> pd
 
 def _show(changes: pd.DataFrame, random: pd.DataFrame | None) -> Shown:
     before, after = (_one_model(changes, when) for when in ("before", "after"))
-    drawn = plot_where_or_what(before, after=after, labels=_LABELS).update_layout(height=_HEIGHT, meta="linked")
+    drawn = plane(before, after=after)
     caption = "Parts of each head’s contribution before, and arrows to those after, whether the change is sure or not"
     changed = changes[changes["changed"] != ""].sort_values("contribution_change", key=abs, ascending=False)
     rows = changed[[*HEAD, *_COLUMNS]].assign(same_weights=changed["same_weights"].map({True: "yes", False: "no"}))

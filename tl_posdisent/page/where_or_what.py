@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import pandas as pd
+import plotly.graph_objects as go
 
-from tl_posdisent.experiments.where_what.head_table import opened, verdict_counts, verdict_table
+from tl_posdisent.experiments.where_what.head_table import opened, verdict_table
 from tl_posdisent.experiments.where_what.measurement import Exact
 from tl_posdisent.experiments.where_what.replacements import CONSTANTS
 from tl_posdisent.experiments.where_what.verdicts import NEGLIGIBLE, Verdict
@@ -19,8 +20,9 @@ from tl_posdisent.page.words import counted, number
 from tl_posdisent.utils.words import plural
 from tl_posdisent.viz.plots.plane import plot_where_or_what
 
-_LABELS, _HEIGHT = 8, 560
-"""Heads of the largest contribution that are labelled in the plane, and its height in pixels."""
+_LABELS, _HEIGHT, _TITLE = 8, 560, 90
+"""Heads of the largest contribution that are labelled in the plane, its height in pixels, and that of a plot's title,
+which a report's figure does not have."""
 
 _ABOUT = f"""
 What a head contributes to the predictions is their divergence when its output is replaced by its mean over other
@@ -45,7 +47,7 @@ def _measure(subject: Subject, settings: Settings, *, exact: Exact) -> pd.DataFr
 
 
 def _show(trained: pd.DataFrame, random: pd.DataFrame | None) -> Shown:
-    drawn = plot_where_or_what(trained, random=random, labels=_LABELS).update_layout(height=_HEIGHT, meta="linked")
+    drawn = plane(trained, random=random)
     caption = "Parts of each head’s contribution: where, what, and, towards the lower left corner, neither"
     sentences = [_answer(trained)]
     if may := opened(trained):
@@ -57,16 +59,20 @@ def _show(trained: pd.DataFrame, random: pd.DataFrame | None) -> Shown:
     return Shown(sentences, [(drawn, caption)], (verdict_table(trained), of_table), table_first=True)
 
 
+def plane(table: pd.DataFrame, **others: Any) -> go.Figure:
+    """Draw the heads of a table, whose panels a click opens; ``others`` are other tables of ``plot_where_or_what``."""
+    drawn = plot_where_or_what(table, labels=_LABELS, height=_HEIGHT + _TITLE, **others)
+    return drawn.update_layout(height=_HEIGHT, meta="linked")
+
+
 def _answer(trained: pd.DataFrame) -> str:
-    """Return the statement without its counts, which the table has, and say what its errors and those of heads are."""
+    """Return the answer without the counts, which the table has, and say what its errors and those of heads are."""
     used = trained[trained["verdict"] != "not used"]
-    statement = (
-        f"{trained.attrs['statement'].replace(f' {verdict_counts(trained)}', '')} Here ± is a standard error over texts"
-    )
+    answer = f"{trained.attrs['answer']} Here ± is a standard error over texts"
     if used.empty:
-        return f"{statement}."
+        return f"{answer}."
     where, what = (number(used[f"{part}_part_se"].median(), 2) for part in ("where", "what"))
-    return f"{statement}. The median error of a single head that contributes is {where} for where and {what} for what."
+    return f"{answer}. The median error of a single head that contributes is {where} for where and {what} for what."
 
 
 def _copies(random: pd.DataFrame) -> str:

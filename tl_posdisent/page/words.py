@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,15 @@ def signed(x: float | int, digits: int = 3) -> str:
     """Format a change, with its sign."""
     text = number(x, digits)
     return f"+{text}" if x > 0 and text.strip("0.") else text
+
+
+def unbroken(text: str) -> str:
+    """Keep numbers and their percent signs in one line.
+
+    >>> unbroken("59 % of 40 heads") == "59\\xa0% of 40 heads"
+    True
+    """
+    return re.sub(r"(?<=\d) %", "\xa0%", text)
 
 
 def numbers(values: Sequence[int]) -> str:

@@ -2,7 +2,8 @@
 
 One diverging scale (blue below 0, white at 0, red above), one sequential scale (light to dark), eight colours for lines
 and bars, and one of these for each component of the scores. Red-green blind readers (deuteranopia and protanopia) tell
-all of them apart; ``tests/viz/test_palette.py`` computes the distances.
+all of them apart; the verdicts of heads are told apart by their lightness as well, in grey and with any colour vision.
+``tests/viz/test_palette.py`` computes the distances.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 BLACK, WHITE = "#000000", "#ffffff"
 BLUE, ORANGE, GREEN, RUST = "#0342a7", "#d97d00", "#01a46c", "#9e4a00"
 PINK, SKY, PLUM, GREY = "#d15eb4", "#1a8efa", "#684761", "#858585"
-BROWN = "#5c3a00"
+MAUVE, UMBER, PALE_GREY, NEAR_WHITE = "#985088", "#2b1a00", "#bababa", "#ebebeb"
 COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RUST, PLUM, GREY)
 """At least 3:1 against white. Grey is for what is not in focus."""
 HUES = COLOURS[:-1]
@@ -51,12 +52,13 @@ VERDICTS = {
 NEEDS = {
     "where": BLUE,
     "what": ORANGE,
-    "mixed": PINK,
-    "neither": BROWN,
-    "undecided": GREY,
-    "not used": "#dcdcdc",
+    "mixed": MAUVE,
+    "neither": UMBER,
+    "undecided": PALE_GREY,
+    "not used": NEAR_WHITE,
 }
-"""The colour of each verdict of ``where_or_what``; figures mark undecided and unused heads by a shape as well."""
+"""The colour of each verdict of ``where_or_what``, each of a lightness of its own: from dark to light neither, where,
+mixed, what, undecided, not used. Figures mark undecided and unused heads by a shape as well."""
 
 
 def component_colour(name: str) -> str:

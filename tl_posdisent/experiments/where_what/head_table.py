@@ -107,8 +107,8 @@ def row_names(table: pd.DataFrame) -> list[str]:
     return [head_label(layer, head) for layer, head in zip(table["layer"], table["head"], strict=True)]
 
 
-def statement(table: pd.DataFrame, measured: Measured, lengths: Sequence[int]) -> str:
-    """Say what the contributions of single heads depend on, and count the verdicts.
+def parts_sentence(table: pd.DataFrame, measured: Measured, lengths: Sequence[int]) -> str:
+    """Say what the contributions of single heads depend on.
 
     Args:
         measured: what the rows of the table are made of.
@@ -121,8 +121,7 @@ def statement(table: pd.DataFrame, measured: Measured, lengths: Sequence[int]) -
     by_runs = "all of it" if bool(measured.run.all()) else f"{100 * run:.0f} % of it"
     return (
         f"Of what {heads} in {texts_in_words(lengths)}, each alone, {where} % depends "
-        f"on where keys are, {what} % on what they are, {neither} % on neither ({by_runs} measured by runs). "
-        f"{verdict_counts(table)}"
+        f"on where keys are, {what} % on what they are, {neither} % on neither ({by_runs} measured by runs)."
     )
 
 

@@ -11,7 +11,8 @@ from tl_posdisent.experiments.where_what.head_table import (
     HeadTable,
     estimates_sentences,
     groups_statement,
-    statement,
+    parts_sentence,
+    verdict_counts,
 )
 from tl_posdisent.experiments.where_what.measurement import (
     Exact,
@@ -130,8 +131,8 @@ def where_or_what(
         estimate, as far as runs show it: not with ``exact=0``.
 
         The table shows its sentence before its rows: ``attrs["statement"]``, the parts of the sum of all contributions,
-        each head alone (``attrs["parts"]`` as numbers), and the counts of verdicts. ``attrs["passes"]`` is the cost in
-        forward passes of all measured texts; a backward pass counts as two.
+        each head alone (``attrs["parts"]`` as numbers), and the counts of verdicts, which ``attrs["answer"]`` does not
+        have. ``attrs["passes"]`` is the cost in forward passes of all measured texts; a backward pass counts as two.
 
     Raises:
         ValueError: fewer than two texts; ``heldout`` that is longer than all ``tokens``; layers without RoPE, or whose
@@ -168,8 +169,10 @@ def where_or_what(
     found = from_estimates(pairs, reading.n_layers, runs.estimated, runs.measured, places, n)
     table = HeadTable(table_of(pd.DataFrame(pairs, columns=["layer", "head"]), found, negligible))
     reading.note(table)
-    said = [statement(table, found, texts.lengths), *estimates_sentences(pairs, found.ratios.tolist())]
-    table.attrs["statement"] = " ".join([*said, *hooks_sentences(table)])
+    parts, counts_of_verdicts = parts_sentence(table, found, texts.lengths), verdict_counts(table)
+    more = [*estimates_sentences(pairs, found.ratios.tolist()), *hooks_sentences(table)]
+    table.attrs["statement"] = " ".join([parts, counts_of_verdicts, *more])
+    table.attrs["answer"] = " ".join([parts, *more])
     table.attrs["parts"] = found.parts_of_sum()
     table.attrs["passes"] = sum(counts) / sum(texts.lengths) / reading.n_layers + 2 * draws
     return table

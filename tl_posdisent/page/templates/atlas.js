@@ -12,7 +12,7 @@ const columns = [...new Set(labels.map((label) => +label.split("H")[1]))].sort((
 const order = new Map(labels.map((label, n) => [label, n]));
 const grid = (values) => layers.map((y) => columns.map((x) => values[order.get(`L${y}H${x}`)] ?? null));
 const unknown = "#b9b9b9"; // of heads without a number; it is in none of the scales
-const marks = { undecided: "line-ne", "not used": "line-ew" }; // verdicts that are not told by their colour alone
+const marks = { undecided: "diamond-open", "not used": "line-ew" }; // verdicts that are not told by their colour alone
 const mapHeight = parseInt(atlas.style.height);
 
 const bar = ({ title, names }) => (names.length
@@ -27,7 +27,7 @@ function cells(chosen) {
   };
   const lines = Object.entries(marks).filter(([name]) => names.includes(name)).map(([name, symbol]) => {
     const heads = labels.filter((_, n) => values[n] === names.indexOf(name)).map((label) => label.slice(1).split("H"));
-    const line = { color: "#000", width: 1.5 }, marker = { symbol, size: 11, color: "#000", line };
+    const line = { color: "#000", width: 1.5 }, marker = { symbol, size: 10, color: "#000", line };
     return { type: "scatter", mode: "markers", x: heads.map((x) => x[1]), y: heads.map((x) => x[0]), name, marker,
       showlegend: true, hoverinfo: "skip" };
   });
@@ -46,8 +46,9 @@ function points(chosen, x, y) {
     marker: { size: 9, line: { color: "#858585", width: 0.5 }, ...colouring },
     customdata: heads.map((n) => [labels[n], hover[n]]), hovertemplate: "%{customdata[1]}<extra></extra>",
   });
-  const [coloured, grey] = kept(chosen, x, y), { scale, low, high, values } = chosen;
-  const colouring = { color: coloured.map((n) => values[n]), colorscale: scale, cmin: low, cmax: high };
+  const [coloured, grey] = kept(chosen, x, y), { scale, low, high, values, names } = chosen;
+  const symbol = coloured.map((n) => (names[values[n]] === "undecided" ? "diamond" : "circle")); // as in the plane
+  const colouring = { color: coloured.map((n) => values[n]), colorscale: scale, cmin: low, cmax: high, symbol };
   return [some(grey, { color: unknown }), some(coloured, { ...colouring, colorbar: bar(chosen), showscale: true })];
 }
 
@@ -63,7 +64,7 @@ function layoutOf(x, y) {
   const names = { tickvals: some, ticktext: some.map((layer) => stored.layers[layer]), automargin: true };
   // The axes end at the edges of the cells; marks in cells would widen them.
   const axis = { type: "category", showgrid: false, autorange: false, ticks: "outside" };
-  const xaxis = { ...axis, title: { text: "head" }, range: [-0.5, columns.length - 0.5] };
+  const xaxis = { ...axis, title: { text: "head", standoff: 8 }, range: [-0.5, columns.length - 0.5] };
   const yaxis = { ...axis, ...names, title: { text: "layer" }, range: [layers.length - 0.5, -0.5] };
   return { ...base, height: mapHeight, plot_bgcolor: unknown, xaxis, yaxis };
 }
@@ -222,8 +223,12 @@ panel.addEventListener("keydown", (event) => { if (event.key === "Escape") opene
 
 const openFromHash = () => { if (/^#L\d+H\d+$/.test(location.hash)) showHead(location.hash.slice(1)); };
 addEventListener("hashchange", openFromHash);
-document.querySelectorAll("#table-atlas tbody tr").forEach((row) => {
+// Each row of a head, in the tables of other sections as well, leads to its panel.
+document.querySelectorAll("tbody tr:has(th a)").forEach((row) => {
   row.style.cursor = "pointer";
-  row.addEventListener("click", () => openHead(row.querySelector("a").id));
+  row.addEventListener("click", (event) => {
+    event.preventDefault(); // the link leads to the row in the table of all heads
+    openHead(row.querySelector("a").hash.slice(1));
+  });
 });
 openFromHash();

@@ -1,9 +1,10 @@
-"""Places for labels beside the discs of a plot, where they overlap nothing at any size that the plot may have."""
+"""Places for labels of the discs of a plot, where they overlap nothing at any size that the plot may have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _FONT, _CHARACTER = 12.0, 7.5
 """Size of plotly's text, and the width of a character, which is rounded up; in pixels."""
@@ -18,6 +19,9 @@ _SIDES = {
     "bottom left": (-1, -1),
 }
 """Plotly's positions of text beside a marker, and their directions."""
+
+_FARTHER = (0, 16, 32, 48, 64, 80, 96)
+"""By how much farther a label may be than beside its disc, in pixels; the nearest places are tried first."""
 
 Sizes = tuple[tuple[float, float], tuple[float, float]]
 """Least and largest width, least and largest height of the area inside the axes, in pixels."""
@@ -69,37 +73,53 @@ def corner_box(corner: tuple[int, int], half: tuple[float, float]) -> Box:
     return Box((float(corner[0]), float(corner[1])), (inwards[0] * half[0], inwards[1] * half[1]), half)
 
 
-def label_positions(labels: Sequence[tuple[str, Box]], obstacles: Sequence[Box], sizes: Sizes) -> list[str | None]:
-    """Choose plotly's ``textposition`` for each label beside its disc; the first labels choose first.
+class Place(NamedTuple):
+    """The place of a label.
+
+    Attributes:
+        position: plotly's ``textposition`` if the label is beside its disc; None if it is farther away, with a line.
+        offset: of its middle from that of the disc, in pixels, to the right and upwards.
+    """
+
+    position: str | None
+    offset: tuple[float, float]
+
+
+def label_places(labels: Sequence[tuple[str, Box]], obstacles: Sequence[Box], sizes: Sizes) -> list[Place | None]:
+    """Choose a place for each label, beside its disc or as near as there is room; the first labels choose first.
 
     Args:
         labels: texts with their discs.
-        obstacles: what no label may overlap; its own disc may be among them.
+        obstacles: what no label may overlap; discs may be among them.
         sizes: the sizes that the plot may have.
 
     Returns:
-        For each label its position; None where it would overlap an obstacle or another label on every side, or leave
-        the axes.
+        For each label its place; None where it would overlap an obstacle, another label or the line to one at all of
+        the places that are tried, or leave the axes.
     """
-    taken, positions = list(obstacles), list[str | None]()
+    taken, words, places = list(obstacles), list[Box](), list[Place | None]()
     for text, own in labels:
-        others = [box for box in taken if box is not own]
-        beside = {side: _beside(own, text, direction) for side, direction in _SIDES.items()}
-        free = (
-            side
-            for side, box in beside.items()
-            if box.is_inside(sizes) and not any(box.overlaps(other, sizes) for other in others)
-        )
-        positions.append(next(free, None))
-        if (side := positions[-1]) is not None:
-            taken.append(beside[side])
-    return positions
+        found = None
+        for position, box, line in _candidates(text, own):
+            free = not any(box.overlaps(other, sizes) for other in taken)
+            if free and box.is_inside(sizes) and not any(line.overlaps(word, sizes) for word in words):
+                found = Place(position, box.offset)
+                words.append(box)
+                taken += [box, line]
+                break
+        places.append(found)
+    return places
 
 
-def _beside(point: Box, label: str, direction: tuple[int, int]) -> Box:
-    """Return the rectangle of a label as plotly places it: 1.25 radii and one pixel from the middle of the disc."""
-    half, away = _half_size(label), 1.25 * point.half[0] + 1
-    return Box(point.anchor, (direction[0] * (away + half[0]), direction[1] * (away + half[1])), half)
+def _candidates(text: str, own: Box) -> Iterator[tuple[str | None, Box, Box]]:
+    """Yield the places of a label, the nearest first: plotly's position, its rectangle, and that of the line to it."""
+    half, beside = _half_size(text), 1.25 * own.half[0] + 1  # plotly's distance: 1.25 radii and one pixel
+    for farther in _FARTHER:
+        for position, direction in _SIDES.items():
+            near = [side * (beside + farther) for side in direction]
+            middle = (near[0] + direction[0] * half[0], near[1] + direction[1] * half[1])
+            line = Box(own.anchor, (near[0] / 2, near[1] / 2), (abs(near[0]) / 2, abs(near[1]) / 2))
+            yield None if farther else position, Box(own.anchor, middle, half), line
 
 
 def _half_size(text: str) -> tuple[float, float]:

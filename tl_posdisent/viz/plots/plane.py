@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any, Literal
+from math import nan
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -13,7 +14,7 @@ from tl_posdisent.experiments.where_what.head_table import row_names
 from tl_posdisent.experiments.where_what.verdicts import HALF, SIMILAR
 from tl_posdisent.utils.validation import check_integer
 from tl_posdisent.viz.palette import GREY, NEEDS, faint
-from tl_posdisent.viz.plots.label_places import Box, Sizes, corner_box, corner_word, disc, label_positions
+from tl_posdisent.viz.plots.label_places import Box, Sizes, corner_box, corner_word, disc, label_places
 from tl_posdisent.viz.plots.plane_heads import (
     X,
     Y,
@@ -21,27 +22,27 @@ from tl_posdisent.viz.plots.plane_heads import (
     crosses,
     drawable,
     markers,
+    outlines,
     points_of,
     present,
-    rings,
     same_heads,
 )
 from tl_posdisent.viz.plots.tables import add_title
 
-_OBSTACLE = 16.0  # diameter from which no label may lie over a marker; over a smaller one it can be read
+_OBSTACLE = 16.0  # width from which no label may lie over a marker; over a smaller one it can be read
 _X_RANGE, _Y_RANGE = (-0.04, 1.04), (-0.11, 1.13)
 _CORNERS = {(0, 0): "neither", (1, 0): "where", (0, 1): "what"}
 """The part that is all of the contribution at each corner of the triangle; its name is in that corner of the plot."""
 _MARGIN = {"l": 65, "r": 20}
-_AROUND = {"width": 85, "height": 160}
-"""Pixels around the axes: titles and ticks."""
-_USUAL = {"width": (240.0, 1000.0), "height": (280.0, 450.0)}
-"""The sizes of the area inside the axes, in pixels, for which labels are placed if that of the figure is free."""
+_FREE_WIDTHS = (240.0, 1900.0)
+"""The widths of the area inside the axes, in pixels, for which labels are placed if that of the figure is free."""
+_BESIDE, _ABOVE_AND_BELOW, _TICKS = 85, 140, 20
+"""Pixels around the axes, titles and ticks; the last for which plotly may make more room."""
 _FREE_WIDTH = 700
 """Width in pixels for which the title of a figure of free width is broken into lines."""
 _CHARACTER, _LINE = 7.0, 20
 """Width and height of a character in the counts below the title and in the legend, in pixels."""
-_LEGEND = {"itemsizing": "constant", "bgcolor": "rgba(0,0,0,0)"}
+_LEGEND = {"x": 1, "y": 1, "xanchor": "right", "yanchor": "top", "itemsizing": "constant", "bgcolor": "rgba(0,0,0,0)"}
 _SYMBOL = 45
 """Width in pixels of a row of the legend without its words."""
 
@@ -53,7 +54,7 @@ def plot_where_or_what(
     after: pd.DataFrame | None = None,
     labels: int = 10,
     width: int | None = None,
-    height: int | None = None,
+    height: int = 560,
     title: str | None = None,
 ) -> go.Figure:
     """Plot the parts of each head's contribution: *where* across, *what* upwards, and *neither* as the rest.
@@ -61,7 +62,7 @@ def plot_where_or_what(
     The parts sum to one, so heads lie in a triangle: its corners are *where*, *what* and *neither*, and the distance
     from its long side is *neither*. The dotted line is at half *neither*; in the band from there to the long side,
     *where* and *what* differ by less than .2 (*mixed*). The area of a marker is proportional to the head's
-    contribution; markers of undecided heads are hollow, and a ring marks ``joint`` above .3: where and what are needed
+    contribution; undecided heads are diamonds, and a black outline marks ``joint`` above .3: where and what are needed
     together. Hovering shows the numbers with their errors. A single head has its standard errors over texts as error
     bars. A figure too small for its legend has none.
 
@@ -71,9 +72,10 @@ def plot_where_or_what(
         after: table of the same heads of another model. An arrow leads from the place of a head to its place there, if
             these are at least .04 apart and the head is used in both.
         labels: how many heads of the largest contribution are labelled. A label that would overlap a large marker or
-            another label is left out: hover over the head instead.
-        width, height: size of the figure in pixels, for which labels are placed; default as large as its page allows,
-            with labels for the usual sizes.
+            another label is moved away, with a line to its head; without room it is left out: hover over the head.
+        width: of the figure in pixels, for which labels are placed; default as wide as its page allows, with labels for
+            any width.
+        height: of the figure in pixels, for which labels are placed.
         title: title of the figure; default a description with the number of heads per verdict, of both models if there
             are two, or the name of a single head.
 
@@ -95,34 +97,37 @@ def plot_where_or_what(
         after = same_heads(drawable(after, "after"), table)
         behind.append(arrows(table, after))
     check_integer("labels", labels, 0)
-    inside = _size_inside("width", width), _size_inside("height", height)
+    check_integer("height", height, 250)
+    lines = [] if title is not None else _count_lines(table, after, width)
+    inside = _widths(width), _heights(height, len(lines))
     heads = points_of(table)
-    ringed = heads[heads["outer"] > heads["size"]]
-    before = [] if ringed.empty else [rings(ringed)]
-    legend = _legend_box([*present(heads), *(str(trace.name) for trace in [*behind, *before])], inside)
+    before = outlines(heads)
+    others = {str(trace.name) for trace in [*behind, *before]}
+    legend = _legend_box([*present(heads), *others], inside)
     heads = _with_labels(heads, labels, [] if legend is None else [legend], inside)
     by_verdict = [(verdict, heads[heads["verdict"] == verdict]) for verdict in present(heads)]
     of_verdicts = [markers(some, verdict, after, bars=len(table) == 1) for verdict, some in by_verdict]
     figure = go.Figure([*behind, *of_verdicts, *before])
     _draw_triangle(figure)
-    axis = {"tickformat": ".0%", "zeroline": False, "showgrid": False}
-    figure.update_layout(
-        xaxis={"title": "where (part)", "range": _X_RANGE, **axis},
-        yaxis={"title": "what (part)", "range": _Y_RANGE, **axis},
-        legend={"x": 1, "y": 1, "xanchor": "right", "yanchor": "top", **_LEGEND},
-        showlegend=legend is not None,
-        width=width,
-        height=height,
-    )
-    return _titled(figure, table, after, title, width)
+    _add_far_labels(figure, heads)
+    figure.update_layout(legend=_LEGEND, showlegend=legend is not None, width=width, height=height)
+    return _titled(figure, table, title, lines)
 
 
-def _size_inside(name: Literal["width", "height"], size: int | None) -> tuple[float, float]:
-    """Return the least and the largest size of the area inside the axes; both are the same for a figure of a size."""
-    if size is None:
-        return _USUAL[name]
-    inside = float(check_integer(name, size, 250) - _AROUND[name])
+def _widths(width: int | None) -> tuple[float, float]:
+    """Return the least and the largest width of the area inside the axes: both are the same for a figure of a width."""
+    if width is None:
+        return _FREE_WIDTHS
+    inside = float(check_integer("width", width, 250) - _BESIDE)
     return inside, inside
+
+
+def _heights(height: int, n_lines: int) -> tuple[float, float]:
+    """Return the least and the largest height of the area inside the axes, below so many lines of counts."""
+    least, most = (
+        height - around - _LINE * max(n_lines - 1, 0) for around in (_ABOVE_AND_BELOW + _TICKS, _ABOVE_AND_BELOW)
+    )
+    return float(least), float(most)
 
 
 def _legend_box(entries: Sequence[str], sizes: Sizes) -> Box | None:
@@ -136,20 +141,31 @@ def _legend_box(entries: Sequence[str], sizes: Sizes) -> Box | None:
 
 
 def _with_labels(points: pd.DataFrame, n_labels: int, obstacles: Sequence[Box], sizes: Sizes) -> pd.DataFrame:
-    """Add the labels of the heads that contribute most, and their positions beside the markers."""
-    discs = [
-        disc((_share_of(x, _X_RANGE), _share_of(y, _Y_RANGE)), diameter)
-        for x, y, diameter in points[[X, Y, "size"]].itertuples(index=False)
-    ]
+    """Add the labels of the heads that contribute most, and their positions, or how far away they are in pixels."""
+    at = [(_share_of(x, _X_RANGE), _share_of(y, _Y_RANGE)) for x, y in zip(points[X], points[Y], strict=True)]
+    discs = [*map(disc, at, points["size"])]
     words = [corner_word(corner, text) for corner, text in _CORNERS.items()]
-    large = [one for one, diameter in zip(discs, points["outer"], strict=True) if diameter >= _OBSTACLE]
+    large = [disc(place, width) for place, width in zip(at, points["outer"], strict=True) if width >= _OBSTACLE]
     labels = [*zip(points["name"], discs, strict=True)][:n_labels]
-    positions = label_positions(labels, [*obstacles, *words, *large], sizes)
-    positions += [None] * (len(points) - len(positions))
+    places = label_places(labels, [*obstacles, *words, *large], sizes)
+    places += [None] * (len(points) - len(places))
+    beside = [place and place.position for place in places]
+    away = [(nan, nan) if place is None or place.position else place.offset for place in places]
     return points.assign(
-        label=[name if position else "" for name, position in zip(points["name"], positions, strict=True)],
-        position=[position or "top center" for position in positions],
+        label=[name if position else "" for name, position in zip(points["name"], beside, strict=True)],
+        position=[position or "top center" for position in beside],
+        to_the_right=[x for x, _ in away],
+        upwards=[y for _, y in away],
     )
+
+
+def _add_far_labels(figure: go.Figure, heads: pd.DataFrame) -> None:
+    """Write the labels for which there is no room beside their markers, with lines to them."""
+    far = heads.dropna(subset=["to_the_right", "upwards"])
+    columns = far[["name", X, Y, "size", "to_the_right", "upwards"]]
+    for name, x, y, size, to_the_right, upwards in columns.itertuples(index=False, name=None):
+        line = {"arrowhead": 0, "arrowwidth": 1, "arrowcolor": GREY, "standoff": size / 2}
+        figure.add_annotation(text=name, x=x, y=y, ax=to_the_right, ay=-upwards, borderpad=0, **line)
 
 
 def _share_of(value: float, limits: tuple[float, float]) -> float:
@@ -159,6 +175,10 @@ def _share_of(value: float, limits: tuple[float, float]) -> float:
 
 def _draw_triangle(figure: go.Figure) -> None:
     """Draw the triangle of the parts, with the region of *mixed* and the line of half *neither*; name its corners."""
+    axis = {"tickformat": ".0%", "zeroline": False, "showgrid": False}
+    figure.update_xaxes(title="where (part)", range=_X_RANGE, **axis).update_yaxes(
+        title="what (part)", range=_Y_RANGE, **axis
+    )
     for (x, y), text in _CORNERS.items():
         across, up = ("left", "right")[x], ("bottom", "top")[y]
         place = {"x": x, "y": y, "xref": "paper", "yref": "paper", "xanchor": across, "yanchor": up}
@@ -176,18 +196,19 @@ def _add_path(figure: go.Figure, corners: Sequence[tuple[float, float]], **optio
     figure.add_shape(type="path", path=path, layer="below", **options)
 
 
-def _titled(
-    figure: go.Figure, table: pd.DataFrame, after: pd.DataFrame | None, title: str | None, width: int | None
-) -> go.Figure:
-    """Add the title, by default with the number of heads of each verdict in each model, in lines that fit the width."""
+def _titled(figure: go.Figure, table: pd.DataFrame, title: str | None, lines: Sequence[str]) -> go.Figure:
+    """Add the title, by default with these lines below it."""
+    of_each = "each group" if "group" in table else "each head"
+    add_title(figure, title, f"What {row_names(table)[0] if len(table) == 1 else of_each} needs", "<br>".join(lines))
+    return figure.update_layout(margin={**_MARGIN, "t": figure.layout.margin.t + _LINE * max(len(lines) - 1, 0)})
+
+
+def _count_lines(table: pd.DataFrame, after: pd.DataFrame | None, width: int | None) -> list[str]:
+    """Write the number of heads of each verdict in each model, in lines that fit the width; none of a single head."""
     if len(table) == 1:
-        add_title(figure, title, f"What {row_names(table)[0]} needs")
-        return figure.update_layout(margin=_MARGIN)
+        return []
     counted = [_counted(table)] if after is None else [f"before: {_counted(table)}", f"after: {_counted(after)}"]
-    lines = [line for words in counted for line in textwrap.wrap(words, int((width or _FREE_WIDTH) / _CHARACTER))]
-    add_title(figure, title, f"What each {'group' if 'group' in table else 'head'} needs", "<br>".join(lines))
-    more = 0 if title is not None else _LINE * (len(lines) - 1)
-    return figure.update_layout(margin={**_MARGIN, "t": figure.layout.margin.t + more})
+    return [line for words in counted for line in textwrap.wrap(words, int((width or _FREE_WIDTH) / _CHARACTER))]
 
 
 def _counted(table: pd.DataFrame) -> str:

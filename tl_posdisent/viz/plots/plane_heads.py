@@ -1,4 +1,4 @@
-"""The heads of the where–what plane: their rows checked, and drawn as markers, rings, crosses and arrows."""
+"""The heads of the where–what plane: their rows checked, and drawn as markers, outlines, crosses and arrows."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ _HOVER: Final = {
 }
 """The numbers of the hover text, of those that a table has: their titles, and their formats in d3."""
 _JOINT: Final = 0.3
-"""Heads of ``joint`` above this have a ring."""
+"""Heads of ``joint`` above this have a black outline."""
 _MOVED: Final = 0.04
 """Distance in the plane from which an arrow joins the places of a head in two models."""
 _LARGEST = 34.0  # diameter of the head of largest contribution, in pixels
 _LEAST = 5.0
 _ALONE = 10.0  # diameter of a single head, from which its error bars stand out
-_WIDER = 3.0  # by how much a ring is wider than its marker, in pixels
+_DIAMOND = 1.3  # how much wider plotly draws a diamond than a disc of the same size, which has nearly the same area
+_PALE: Final = ("undecided", "not used")
+"""Verdicts whose colours are close to white, so that their markers have an outline."""
+_OUTLINE: Final = {"color": "#6b6b6b", "width": 1}  # 3:1 against white at the opacity of a marker
 
 
 def drawable(table: Any, name: str, *, several: bool = False) -> pd.DataFrame:
@@ -76,12 +79,12 @@ def present(table: pd.DataFrame) -> list[str]:
 def points_of(table: pd.DataFrame) -> pd.DataFrame:
     """Return the heads that have parts, those that contribute most first, with their names.
 
-    ``size`` is the diameter of the marker, ``outer`` that of its ring, if it has one.
+    ``size`` is that of the marker, whose area shows the contribution, and ``outer`` the width of what is drawn.
     """
     largest = _ALONE if len(table) == 1 else _LARGEST
     size = ((table["contribution"] / table["contribution"].max()).clip(0, 1) ** 0.5 * largest).clip(lower=_LEAST)
-    outer = size + (_WIDER * (table["joint"] > _JOINT) if "joint" in table else 0)
-    points = table.assign(name=row_names(table), size=size, outer=outer)
+    wide = table["verdict"].map({"undecided": _DIAMOND}).fillna(1.0)
+    points = table.assign(name=row_names(table), size=size, outer=size * wide)
     return points.dropna(subset=[X, Y]).sort_values("contribution", ascending=False, kind="stable")
 
 
@@ -110,8 +113,9 @@ def markers(heads: pd.DataFrame, verdict: str, after: pd.DataFrame | None, *, ba
         marker={
             "size": heads["size"],
             "color": NEEDS[verdict],
-            "symbol": "circle-open" if verdict == "undecided" else "circle",
+            "symbol": _symbol(verdict),
             "opacity": 0.75,
+            "line": _OUTLINE if verdict in _PALE else None,
         },
         customdata=pd.concat([heads["name"], values], axis=1),
         hovertemplate=f"%{{customdata[0]}}: {text}{note}<extra></extra>",
@@ -128,18 +132,20 @@ def _error_bar(heads: pd.DataFrame, name: str) -> dict[str, Any] | None:
     return {"type": "data", "array": up, "arrayminus": down, "thickness": 1.5}
 
 
-def rings(heads: pd.DataFrame) -> go.Scatter:
-    """Draw a ring around the marker of each of these heads."""
-    marker = {"symbol": "circle-open", "size": heads["outer"], "color": BLACK, "line": {"width": 1.5}}
-    return go.Scatter(
-        x=heads[X],
-        y=heads[Y],
-        mode="markers",
-        name=f"joint above {_JOINT}",
-        marker=marker,
-        hoverinfo="skip",
-        cliponaxis=False,
-    )
+def outlines(heads: pd.DataFrame) -> list[go.Scatter]:
+    """Draw a black outline of the marker of each head of large ``joint``: discs, then diamonds; one has a legend."""
+    heads = heads[heads["joint"] > _JOINT] if "joint" in heads else heads[:0]
+    name, options = f"joint above {_JOINT}", {"mode": "markers", "hoverinfo": "skip", "cliponaxis": False}
+    traces = list[go.Scatter]()
+    for symbol, some in heads.groupby(heads["verdict"].map(_symbol)):
+        marker = {"symbol": f"{symbol}-open", "size": some["size"], "color": BLACK, "line": {"width": 1.5}}
+        only_first: Any = {"legendgroup": name, "showlegend": not traces}
+        traces.append(go.Scatter(x=some[X], y=some[Y], name=name, marker=marker, **only_first, **options))
+    return traces
+
+
+def _symbol(verdict: str) -> str:
+    return "diamond" if verdict == "undecided" else "circle"
 
 
 def crosses(heads: pd.DataFrame) -> go.Scatter:
