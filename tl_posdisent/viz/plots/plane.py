@@ -42,7 +42,15 @@ _FREE_WIDTH = 700
 """Width in pixels for which the title of a figure of free width is broken into lines."""
 _CHARACTER, _LINE = 7.0, 20
 """Width and height of a character in the counts below the title and in the legend, in pixels."""
-_LEGEND = {"x": 1, "y": 1, "xanchor": "right", "yanchor": "top", "itemsizing": "constant", "bgcolor": "rgba(0,0,0,0)"}
+_LEGEND = {
+    "x": 1,
+    "y": 1,
+    "xanchor": "right",
+    "yanchor": "top",
+    "itemsizing": "constant",
+    "tracegroupgap": 0,
+    "bgcolor": "rgba(0,0,0,0)",
+}
 _SYMBOL = 45
 """Width in pixels of a row of the legend without its words."""
 

@@ -38,7 +38,7 @@ _ALONE = 10.0  # diameter of a single head, from which its error bars stand out
 _DIAMOND = 1.3  # how much wider plotly draws a diamond than a disc of the same size, which has nearly the same area
 _PALE: Final = ("undecided", "not used")
 """Verdicts whose colours are close to white, so that their markers have an outline."""
-_OUTLINE: Final = {"color": "#6b6b6b", "width": 1}  # 3:1 against white at the opacity of a marker
+_OUTLINE: Final = {"color": "#7a7a7a", "width": 1}  # 3:1 against white at the opacity of a marker
 
 
 def drawable(table: Any, name: str, *, several: bool = False) -> pd.DataFrame:
@@ -114,7 +114,7 @@ def markers(heads: pd.DataFrame, verdict: str, after: pd.DataFrame | None, *, ba
             "size": heads["size"],
             "color": NEEDS[verdict],
             "symbol": _symbol(verdict),
-            "opacity": 0.75,
+            "opacity": 0.85,
             "line": _OUTLINE if verdict in _PALE else None,
         },
         customdata=pd.concat([heads["name"], values], axis=1),
@@ -138,7 +138,13 @@ def outlines(heads: pd.DataFrame) -> list[go.Scatter]:
     name, options = f"joint above {_JOINT}", {"mode": "markers", "hoverinfo": "skip", "cliponaxis": False}
     traces = list[go.Scatter]()
     for symbol, some in heads.groupby(heads["verdict"].map(_symbol)):
-        marker = {"symbol": f"{symbol}-open", "size": some["size"], "color": BLACK, "line": {"width": 1.5}}
+        marker = {
+            "symbol": f"{symbol}-open",
+            "size": some["size"],
+            "color": BLACK,
+            "opacity": 1,
+            "line": {"width": 1.5},
+        }
         only_first: Any = {"legendgroup": name, "showlegend": not traces}
         traces.append(go.Scatter(x=some[X], y=some[Y], name=name, marker=marker, **only_first, **options))
     return traces
