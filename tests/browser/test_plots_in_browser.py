@@ -98,7 +98,7 @@ PLANES = [((340, 300), True), *((size, given) for size in [(500, 440), *SIZES[2:
 
 
 def test_texts_of_the_plane_cover_nothing(opened: Callable[..., Any], tmp_path: Path) -> None:
-    """Of figures made for their size, and of figures for the usual sizes, which are larger than the first here."""
+    """Of figures made for their width, and of figures for any width."""
     chance = np.random.default_rng(0)
     names = ["where_part", "what_part", "neither_part"]
     parts = [dict(zip(names, chance.dirichlet([0.5] * 3, len(HEADS)).T, strict=True)) for _ in range(2)]
@@ -107,9 +107,9 @@ def test_texts_of_the_plane_cover_nothing(opened: Callable[..., Any], tmp_path: 
     before, after = (HEADS.assign(**one, **numbers, verdict=verdicts) for one in parts)
     drawn = []
     for (width, height), is_given in PLANES:
-        options: dict[str, Any] = {"width": width, "height": height} if is_given else {}
+        options: dict[str, Any] = {"height": height, "width": width if is_given else None}
         figure = plot_where_or_what(before, random=after, after=after, **options)
-        drawn.append(figure.update_layout(width=width, height=height))
+        drawn.append(figure.update_layout(width=width))
     page = page_of(drawn, tmp_path / "planes.html", opened)
     drawn_all = (
         "(n) => [...document.querySelectorAll('.js-plotly-plot')].filter(x => x.querySelector('.textpoint text'))"

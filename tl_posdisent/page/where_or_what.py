@@ -20,7 +20,7 @@ from tl_posdisent.page.words import counted, number
 from tl_posdisent.utils.words import plural
 from tl_posdisent.viz.plots.plane import plot_where_or_what
 
-_LABELS, _HEIGHT, _TITLE = 8, 560, 90
+_LABELS, _HEIGHT, _TITLE = 8, 560, 70
 """Heads of the largest contribution that are labelled in the plane, its height in pixels, and that of a plot's title,
 which a report's figure does not have."""
 
@@ -61,7 +61,7 @@ def _show(trained: pd.DataFrame, random: pd.DataFrame | None) -> Shown:
 
 def plane(table: pd.DataFrame, **others: Any) -> go.Figure:
     """Draw the heads of a table, whose panels a click opens; ``others`` are other tables of ``plot_where_or_what``."""
-    drawn = plot_where_or_what(table, labels=_LABELS, height=_HEIGHT + _TITLE, **others)
+    drawn = plot_where_or_what(table, labels=_LABELS, height=_HEIGHT + _TITLE, title="", **others)
     return drawn.update_layout(height=_HEIGHT, meta="linked")
 
 

@@ -208,7 +208,8 @@ def _titled(figure: go.Figure, table: pd.DataFrame, title: str | None, lines: Se
     """Add the title, by default with these lines below it."""
     of_each = "each group" if "group" in table else "each head"
     add_title(figure, title, f"What {row_names(table)[0] if len(table) == 1 else of_each} needs", "<br>".join(lines))
-    return figure.update_layout(margin={**_MARGIN, "t": figure.layout.margin.t + _LINE * max(len(lines) - 1, 0)})
+    margin = {**_MARGIN, "t": figure.layout.margin.t + _LINE * max(len(lines) - 1, 0)}
+    return figure.update_layout(margin=margin, title={"y": 1, "yanchor": "top", "pad": {"t": 20}})  # grows downwards
 
 
 def _count_lines(table: pd.DataFrame, after: pd.DataFrame | None, width: int | None) -> list[str]:
