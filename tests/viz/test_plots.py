@@ -380,12 +380,15 @@ def test_the_plane_has_each_head_at_its_parts() -> None:
         assert head["size"] ** 2 == pytest.approx(drawn["L0H2"]["size"] ** 2 * row["contribution"] / 0.16)  # areas
         assert head["label"] == (name if name in ("L0H2", "L1H2") else "")
         assert head["trace"].marker.color == NEEDS[verdict]
-        assert head["trace"].marker.symbol == ("diamond" if verdict == "undecided" else "circle")
+        assert head["trace"].marker.symbol == {"undecided": "diamond", "not used": "line-ew"}.get(verdict, "circle")
     assert "2 where, 1 what, 1 mixed, 1 undecided, 1 not used" in figure.layout.title.text
     outlines = [trace for trace in figure.data if trace.name == "joint above 0.3"]
     assert [trace.showlegend for trace in outlines] == [True, False]
     for trace, name, symbol in zip(outlines, ("L1H0", "L0H1"), ("circle", "diamond"), strict=True):
-        assert ((*trace.x, *trace.y), *trace.marker.size) == (drawn[name]["at"], drawn[name]["size"])
+        assert ((*trace.x, *trace.y), *trace.marker.size) == (
+            drawn[name]["at"],
+            drawn[name]["size"] + trace.marker.line.width,
+        )
         assert trace.marker.symbol == f"{symbol}-open"
     for without in (PLANE.assign(joint=0.3), PLANE.drop(columns="joint")):
         assert "joint above 0.3" not in {trace.name for trace in plot_where_or_what(without).data}

@@ -70,9 +70,9 @@ def plot_where_or_what(
     The parts sum to one, so heads lie in a triangle: its corners are *where*, *what* and *neither*, and the distance
     from its long side is *neither*. The dotted line is at half *neither*; in the band from there to the long side,
     *where* and *what* differ by less than .2 (*mixed*). The area of a marker is proportional to the head's
-    contribution; undecided heads are diamonds, and a black outline marks ``joint`` above .3: where and what are needed
-    together. Hovering shows the numbers with their errors. A single head has its standard errors over texts as error
-    bars. A figure too small for its legend has none.
+    contribution; undecided heads are diamonds, unused ones lines, and a black outline marks ``joint`` above .3: where
+    and what are needed together. Hovering shows the numbers with their errors. A single head has its standard errors
+    over texts as error bars. A figure too small for its legend has none.
 
     Args:
         table: table of ``where_or_what``, of heads or of groups.

@@ -36,8 +36,9 @@ _LARGEST = 34.0  # diameter of the head of largest contribution, in pixels
 _LEAST = 5.0
 _ALONE = 10.0  # diameter of a single head, from which its error bars stand out
 _DIAMOND = 1.3  # how much wider plotly draws a diamond than a disc of the same size, which has nearly the same area
-_PALE: Final = ("undecided", "not used")
-"""Verdicts whose colours are close to white, so that their markers have an outline."""
+_LINE = 1.5  # width of the outline of a large joint part, in pixels, which is around the marker
+_SYMBOLS: Final = {"undecided": "diamond", "not used": "line-ew"}
+"""The markers that are no discs, as in the map of a report; their colours are pale, so they have an outline."""
 _OUTLINE: Final = {"color": "#7a7a7a", "width": 1}  # 3:1 against white at the opacity of a marker
 
 
@@ -113,9 +114,9 @@ def markers(heads: pd.DataFrame, verdict: str, after: pd.DataFrame | None, *, ba
         marker={
             "size": heads["size"],
             "color": NEEDS[verdict],
-            "symbol": _symbol(verdict),
+            "symbol": _SYMBOLS.get(verdict, "circle"),
             "opacity": 0.85,
-            "line": _OUTLINE if verdict in _PALE else None,
+            "line": _OUTLINE if verdict in _SYMBOLS else None,
         },
         customdata=pd.concat([heads["name"], values], axis=1),
         hovertemplate=f"%{{customdata[0]}}: {text}{note}<extra></extra>",
@@ -133,25 +134,21 @@ def _error_bar(heads: pd.DataFrame, name: str) -> dict[str, Any] | None:
 
 
 def outlines(heads: pd.DataFrame) -> list[go.Scatter]:
-    """Draw a black outline of the marker of each head of large ``joint``: discs, then diamonds; one has a legend."""
+    """Draw a black outline of the marker of each head of large ``joint``: discs, then others; one has a legend."""
     heads = heads[heads["joint"] > _JOINT] if "joint" in heads else heads[:0]
     name, options = f"joint above {_JOINT}", {"mode": "markers", "hoverinfo": "skip", "cliponaxis": False}
     traces = list[go.Scatter]()
-    for symbol, some in heads.groupby(heads["verdict"].map(_symbol)):
+    for symbol, some in heads.groupby(heads["verdict"].map(_SYMBOLS).fillna("circle")):
         marker = {
             "symbol": f"{symbol}-open",
-            "size": some["size"],
+            "size": some["size"] + _LINE,
             "color": BLACK,
             "opacity": 1,
-            "line": {"width": 1.5},
+            "line": {"width": _LINE},
         }
         only_first: Any = {"legendgroup": name, "showlegend": not traces}
         traces.append(go.Scatter(x=some[X], y=some[Y], name=name, marker=marker, **only_first, **options))
     return traces
-
-
-def _symbol(verdict: str) -> str:
-    return "diamond" if verdict == "undecided" else "circle"
 
 
 def crosses(heads: pd.DataFrame) -> go.Scatter:
