@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tl_posdisent import ablate_heads, dummy_distance, read_model, swap_positions
 from tl_posdisent.experiments.measuring import part_runs
+from tl_posdisent.experiments.measuring.curvature import curvature
 from tl_posdisent.experiments.measuring.run_changes import run_changes
 from tl_posdisent.experiments.measuring.token_losses import by_token
 from tl_posdisent.hooks import substitute_attention
@@ -136,3 +137,28 @@ def test_what_is_known_is_not_computed_again() -> None:
     reading = read_model(model)
     run_changes(reading, texts, {"zero": ablate_heads(reading, None)}, [(2, 4), (2, 5), (3, 1)])
     assert rows == [[2], [2], [2, 5], [2, 5, 3]]
+
+
+@pytest.mark.parametrize("measured", ["runs", "estimates"])
+def test_a_bridge_lists_its_hook_points_as_often_for_many_changes_as_for_one(
+    measured: str, shared_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes the list anew at each access, which takes as long as the attention of a layer."""
+    model, listed = shared_model("bridge", "llama-gqa"), list[int]()
+    reading, texts = read_model(model), padded_texts(model)
+    changes = {str(n): dummy_distance(reading, n) for n in (1, 2, 3)}
+    points = type(model).hook_dict
+
+    def listing(bridge: Any) -> Any:
+        listed[-1] += 1
+        return points.fget(bridge)
+
+    monkeypatch.setattr(type(model), "hook_dict", property(listing))
+    for some in ({"1": changes["1"]}, changes):
+        for heads in ([(1, 0)], [(0, 1), (0, 2), (1, 0)]):
+            listed.append(0)
+            if measured == "runs":
+                run_changes(reading, texts, some, heads)
+            else:
+                curvature(reading, texts, some, dict.fromkeys(some, heads), draws=1)
+    assert len(set(listed)) == 1

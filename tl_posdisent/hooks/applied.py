@@ -49,7 +49,14 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
         (True, True)
     """
     n_layers(model)
-    hooks, there = check_hooks(model, hooks), model.hook_dict
+    with applied_at(model.hook_dict, hooks):
+        yield model
+
+
+@contextlib.contextmanager
+def applied_at(there: dict[str, Any], hooks: Sequence[Hook]) -> Iterator[None]:
+    """Do what ``applied`` does, given the model's hook points by name, which a bridge lists anew at each access."""
+    hooks = _checked(there, hooks)
     fired: list[dict[str, int]] = []
     counting: list[tuple[Any, Callable[..., Any]]] = []
 
@@ -66,7 +73,7 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
         fired.append(dict.fromkeys(reversed(points.values()), 0))
         counting += [(there[x], functools.partial(count, function, fired[-1], x)) for x in fired[-1]]
     with installed(counting):
-        yield model
+        yield
     idle = [
         name
         for (_, function), counts in zip(hooks, fired, strict=True)
@@ -84,7 +91,11 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
 
 def check_hooks(model: Any, hooks: Any) -> list[Hook]:
     """Validate a list of hooks for ``fwd_hooks``, and the names in it."""
-    found, there = check_entries(hooks), model.hook_dict
+    return _checked(model.hook_dict, hooks)
+
+
+def _checked(there: dict[str, Any], hooks: Any) -> list[Hook]:
+    found = check_entries(hooks)
     for name, _ in found:
         if isinstance(name, str) and name not in there:
             raise ArgumentError("hooks", f"names {name!r}, which the model does not have")

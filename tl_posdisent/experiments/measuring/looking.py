@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.hooks.applied import applied
+from tl_posdisent.hooks.applied import applied_at
 from tl_posdisent.models.running.forward_pass import Hook, Pass
 from tl_posdisent.models.running.results import at_results
 
@@ -48,5 +48,5 @@ def look(
     first, last = min(unmodified), max(unmodified)
     readers = [at_results(layer, p.model.cfg.n_heads, partial(visit, layer)) for layer in unmodified]
     skipped = p.model.blocks[:first] if before is not None else []
-    with applied(p.model, hooks), p.skipping(skipped, lambda: before):
+    with applied_at(p.points, hooks), p.skipping(skipped, lambda: before):
         p.run(tokens, readers, stop=p.model.blocks[last].attn)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tl_posdisent.experiments.measuring.looking import Results, look
 from tl_posdisent.experiments.measuring.text_parts import Batch, Part
-from tl_posdisent.hooks.applied import applied
+from tl_posdisent.hooks.applied import applied_at
 from tl_posdisent.hooks.hook_list import Hooks
 from tl_posdisent.models.running.forward_pass import Hook, Pass, output_of
 from tl_posdisent.models.running.partial_forward import attempted, hidden, of_texts, run_after, run_from, same
@@ -85,7 +85,7 @@ class _BatchRun:
         blocks = {layer: p.model.blocks[layer - 1] for layer in layers if layer}
         n_heads, last = p.model.cfg.n_heads, p.model.blocks[-1]
         readers = [at_results(layer, n_heads, partial(self._read, layer)) for layer in layers]
-        with applied(p.model, base), p.keeping([*blocks.values(), last]) as kept:
+        with applied_at(p.points, base), p.keeping([*blocks.values(), last]) as kept:
             self.output = p.run(batch.tokens, readers)
         self.before = {layer: kept.get(block) for layer, block in blocks.items()}
         self.last = kept.get(last)
@@ -246,7 +246,7 @@ class PartRuns:
         before = of_texts(run.before[layer], rows) if layer else None
 
         def run_on() -> Any:
-            with applied(self.p.model, base):
+            with applied_at(self.p.points, base):
                 return run_from(self.p, self.p.model.blocks[-1], tokens[rows], layer, before, hooks)
 
         try:
@@ -267,7 +267,8 @@ class PartRuns:
         """Return the outputs of full passes under a job's hooks."""
         outputs = []
         for group in self.part.texts.groups:
-            with applied(self.p.model, self._base_hooks(self._rows(group)) + self._hooks(job.name, group, job.heads)):
+            base = self._base_hooks(self._rows(group))
+            with applied_at(self.p.points, base + self._hooks(job.name, group, job.heads)):
                 outputs.append(output_of(self.p.model, group.tokens))
         return outputs
 
