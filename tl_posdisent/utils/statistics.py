@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pandas as pd
 import torch
 from jaxtyping import Float, Float64, Int
-from scipy.special import stdtr  # scipy.stats takes half a second to import
+from scipy import stats
 from torch import Tensor
 
 # t-intervals over so many blocks are seldom too wide to decide, nor do heavy tails make them too narrow.
@@ -130,7 +130,7 @@ def significance(size: float, error: float, df: float) -> float:
         return 0.0
     if error == 0:
         return float(size > 0)
-    return float(1 - 2 * stdtr(df, -size / error))
+    return float(1 - 2 * stats.t.sf(size / error, df))
 
 
 def surely_below(value: float, error: float, threshold: float, df: float) -> tuple[bool, float]:
@@ -193,8 +193,5 @@ def false_discovery_rates(p: Float[Tensor, " test"]) -> Float64[Tensor, " test"]
     [0.03, 0.04, nan, 0.04]
     """
     rates, known = p.double().clone(), ~p.isnan()
-    ordered, places = rates[known].sort(descending=True)
-    n = len(ordered)
-    least = (ordered * n / torch.arange(n, 0, -1)).cummin(0).values
-    rates[known] = least[places.argsort()].clamp_max(1)
+    rates[known] = torch.as_tensor(stats.false_discovery_control(rates[known].numpy()))
     return rates
