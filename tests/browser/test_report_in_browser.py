@@ -169,7 +169,10 @@ def test_menus_choose_colours_and_axes(shown: Open) -> None:
         if title in ("contribution", "distance alone", "key alone")
     }
     assert page.page.get_by_label("Vertical axis").is_disabled()
+    ground = "() => document.querySelector('#atlas .plot')._fullLayout.plot_bgcolor"  # of heads that are not measured
+    assert page.page.evaluate(ground) not in NEEDS.values()
     page.page.get_by_role("combobox", name="Colour").select_option(label="contribution (nats per token)")
+    assert page.page.evaluate(ground) == "#b9b9b9"
     (drawn,) = page.page.evaluate(
         "() => document.querySelector('#atlas .plot')._fullData.map(trace => [...trace.z].map(r => [...r]))"
     )

@@ -11,7 +11,7 @@ const layers = Object.keys(stored.layers);
 const columns = [...new Set(labels.map((label) => +label.split("H")[1]))].sort((a, b) => a - b).map(String);
 const order = new Map(labels.map((label, n) => [label, n]));
 const grid = (values) => layers.map((y) => columns.map((x) => values[order.get(`L${y}H${x}`)] ?? null));
-const unknown = "#b9b9b9"; // of heads without a number; it is in none of the scales
+const unknown = "#b9b9b9"; // of heads without a number; it is in none of the scales, but close to undecided heads
 const marks = { undecided: "diamond-open", "not used": "line-ew" }; // verdicts that are not told by their colour alone
 const mapHeight = parseInt(atlas.style.height);
 
@@ -58,7 +58,7 @@ const base = {
 };
 const titled = ({ title }) => // in two lines, for a phone
   ({ title: { text: title.replace(" (", "<br>("), standoff: 15 }, ticks: "outside", zeroline: false, automargin: true });
-function layoutOf(x, y) {
+function layoutOf({ names: verdicts }, x, y) {
   if (x) return { ...base, height: 420, xaxis: titled(x), yaxis: titled(y), hovermode: "closest" };
   const some = layers.filter((_, n) => n % Math.ceil(layers.length / 40) === 0); // names that fit beside the map
   const names = { tickvals: some, ticktext: some.map((layer) => stored.layers[layer]), automargin: true };
@@ -66,7 +66,7 @@ function layoutOf(x, y) {
   const axis = { type: "category", showgrid: false, autorange: false, ticks: "outside" };
   const xaxis = { ...axis, title: { text: "head", standoff: 8 }, range: [-0.5, columns.length - 0.5] };
   const yaxis = { ...axis, ...names, title: { text: "layer" }, range: [layers.length - 0.5, -0.5] };
-  return { ...base, height: mapHeight, plot_bgcolor: unknown, xaxis, yaxis };
+  return { ...base, height: mapHeight, plot_bgcolor: verdicts.length ? "#fff" : unknown, xaxis, yaxis };
 }
 
 const counted = (n, more) => (n ? `; ${more.replace("#", `${n} head${n === 1 ? "" : "s"}`)}` : "");
@@ -81,7 +81,7 @@ function captionOf(chosen, x, y) {
 function drawAtlas(plot = Plotly.react) {
   const chosen = colours[colour.value], isMap = across.value === "map";
   const [x, y] = isMap ? [] : [colours[across.value], colours[up.value]];
-  const layout = layoutOf(x, y), caption = captionOf(chosen, x, y);
+  const layout = layoutOf(chosen, x, y), caption = captionOf(chosen, x, y);
   up.disabled = isMap;
   atlas.style.height = `${layout.height}px`;
   atlas.setAttribute("aria-label", caption);
