@@ -80,7 +80,8 @@ _LABELS = """() => [...document.querySelectorAll(".js-plotly-plot")].map((plot) 
   const texts = [...plot.querySelectorAll("text")].filter((x) => x.textContent);
   const markers = [...plot.querySelectorAll(".trace:has(.textpoint)")].flatMap((trace) => {
     const names = [...trace.querySelectorAll(".textpoint")].map((x) => x.textContent);
-    return [...trace.querySelectorAll("path.point")].map((x, n) => [names[n], box(x)]).filter(([, b]) => b.width >= 10.5);
+    const points = [...trace.querySelectorAll("path.point")].map((x, n) => [names[n], box(x)]);
+    return points.filter(([, b]) => b.width >= 10.5);
   });
   const labels = [...plot.querySelectorAll(".textpoint text, .annotation-text")]
     .filter((x) => /^L\\d/.test(x.textContent));
