@@ -81,7 +81,7 @@ _LABELS = """() => [...document.querySelectorAll(".js-plotly-plot")].map((plot) 
   const markers = [...plot.querySelectorAll(".trace:has(.textpoint)")].flatMap((trace) => {
     const names = [...trace.querySelectorAll(".textpoint")].map((x) => x.textContent);
     const points = [...trace.querySelectorAll("path.point")].map((x, n) => [names[n], box(x)]);
-    return points.filter(([, b]) => b.width >= 10.5);
+    return points.filter(([, b]) => b.width >= 8.5);
   });
   const labels = [...plot.querySelectorAll(".textpoint text, .annotation-text")]
     .filter((x) => /^L\\d/.test(x.textContent));

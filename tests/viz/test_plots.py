@@ -568,7 +568,7 @@ def test_labels_of_the_plane_lie_over_nothing(options: Any, sizes: list[tuple[in
         for name, box in labels.items():
             assert box.min() >= 0
             assert (box[2:] <= (width, height)).all()
-            others = [other for other, marker in markers.items() if other != name and marker[2] - marker[0] >= 10]
+            others = [other for other, marker in markers.items() if other != name and marker[2] - marker[0] >= 8]
             assert [other for other in others if not are_apart(box, markers[other])] == []
             assert [other for other in labels if other != name and not are_apart(box, labels[other])] == []
             assert [other for other, line in lines.items() if other != name and crosses(line, box)] == []

@@ -29,7 +29,7 @@ from tl_posdisent.viz.plots.plane_heads import (
 )
 from tl_posdisent.viz.plots.tables import add_title
 
-_OBSTACLE = 10.0  # width from which no label may lie over a marker; over a smaller one it can be read
+_OBSTACLE = 8.0  # width from which no label may lie over a marker; over a smaller one it can be read
 _X_RANGE, _Y_RANGE = (-0.04, 1.04), (-0.11, 1.13)
 _CORNERS = {(0, 0): "neither", (1, 0): "where", (0, 1): "what"}
 """The part that is all of the contribution at each corner of the triangle; its name is in that corner of the plot."""
