@@ -99,12 +99,13 @@ def test_what_changed_in_another_model(head: str, scaled: Path, tmp_path: Path) 
     [
         ("head L9H0 --length 16", "head must be L0H0 to L4H7, as labels or as pairs (layer, head) (or negative"),
         ("head first --length 16", 'head given as text must be labels such as "L16H0", got'),
+        ("head L4H2,L3H1", "head given as text must be labels such as \"L16H0\", got 'L4H2,L3H1': give each head as a"),
         ("head L4H2 --length 16 --out table.xls", "out must be a file such as table.csv"),
         ("head L4H2 --text nowhere.txt", "text cannot be read: "),
         ("head --after demo --device abacus", "device must be one that torch can use"),
         ("head L9H0 --after demo --length 16", "head must be L0H0 to L4H7, as labels or as pairs (layer, head)"),
     ],
-    ids=["layer", "word", "out", "text", "device", "layer of both"],
+    ids=["layer", "word", "two", "out", "text", "device", "layer of both"],
 )
 def test_refusals(line: str, message: str) -> None:
     assert run_command(line, code=2).stderr.startswith(f"error: {message}")

@@ -23,7 +23,6 @@ from tl_posdisent.experiments import HeadDescription
 from tl_posdisent.experiments.where_what import describe_head as describing
 from tl_posdisent.experiments.where_what.replacements import CONSTANTS
 from tl_posdisent.experiments.where_what.sentences import (
-    Cost,
     disagreement_sentence,
     looks_like,
     looks_sentences,
@@ -116,7 +115,6 @@ def test_costs_are_those_of_plain_passes(wrapper: str, side: str) -> None:
         hooks = remap_distance(model, lambda d, x=distance: torch.where(d == 0, 0.0, x), heads=[(0, head)])
         assert cost.distance == distance
         assert cost.kl == pytest.approx(mean(hooks), abs=close)
-        assert cost.excess == pytest.approx(mean(hooks) - contribution, abs=close)
         losses = [
             (-changed + clean).gather(-1, text[1:, None])[1:].mean(-1)
             for text in texts
@@ -324,6 +322,8 @@ ROW |= {f"{name}_se": 0.02 for name in ROW} | {"contribution_se": 0.0023, "kept_
     [
         ({}, "L8H1 contributes 0.011 ± 0.002 nats per predicted token: 30 ± 2 % where, 70 ± 2 % what, 0 ± 2 % neither"),
         ({}, " neither: mixed."),
+        ({"verdict": "what"}, " neither: what."),
+        ({"verdict": "what", "what_part": 0.4, "neither_part": 0.41}, " neither: more what than where."),
         ({"verdict": "undecided", "open": "more texts"}, " neither: undecided, more texts may decide."),
         ({"verdict": "undecided", "open": "neither or what"}, " neither: undecided, neither or what."),
         ({"what_part": 0.9843, "what_part_se": 0.004}, "98.4 ± 0.4 % what"),
@@ -342,7 +342,7 @@ def test_answers(changed: dict[str, Any], answer: str) -> None:
 
 
 def test_what_is_kept_is_told() -> None:
-    (said,) = needs_sentences(ROW, [])[1:2]
+    (said,) = needs_sentences(ROW)[1:2]
     assert said == (
         "Distances alone keep none of it, content alone 41 ± 2 %, uniform attention 0 ± 2 % (joint 0.59 ± 0.02: "
         "position and content are needed together); its own attention to the first token and uniform attention to the "
@@ -354,19 +354,16 @@ def test_what_is_kept_is_told() -> None:
 
 
 def test_harm_is_told_where_a_cost_exceeds_the_contribution() -> None:
-    def cost(kl: float, error: float) -> Cost:
-        return Cost(5.0, kl, error, 0.0, 0.0, kl - ROW["contribution"], error)
-
-    assert needs_sentences(ROW, [cost(0.18, 0.02)])[2:] == [
+    assert needs_sentences(ROW | {"kept_content": -15.0})[2:] == [
         "Attention by the distance alone costs 0.02 and every other key at distance 5 costs 0.18, each more than the "
         "head contributes: wrong attention does harm."
     ]
     harmless = ROW | {"kept_distance": -0.1}
-    assert needs_sentences(harmless, [cost(0.012, 0.01), cost(0.002, 0.001)])[2:] == []
+    assert needs_sentences(harmless)[2:] == []
     assert needs_sentences(harmless | {"kept_content": -1.0})[2:] == [
         "Every other key at distance 5 costs 0.022, more than the head contributes: wrong attention does harm."
     ]
-    assert needs_sentences(ROW | {"verdict": "not used"}, [cost(0.18, 0.02)])[1:] == []
+    assert needs_sentences(ROW | {"verdict": "not used", "kept_content": -1.0})[1:] == []
 
 
 @pytest.mark.parametrize("values", [[0.1134, 0.1, 0.152], [12.3, 0.1, 0.0], [0.0996, 0.1], [-0.02, 3e-7, 1.0], [0.0]])

@@ -278,7 +278,8 @@ NO_NAMES: dict[Any, str] = {
     "": "must be the folder of a model, or a model's name, got ''",
     **{x: f"must be the folder of a model, or a model's name, got '{x}', where no folder is" for x in PATHS},
     "~/none": "must be .*, where no folder is: write ~ as Path.home()",
-    **{x: f"cannot be '{x}': did you mean 'smollm2'?" for x in ("smolm2", "SmolLM2", "smollm-2")},
+    **{x: f"cannot be '{x}': did you mean 'smollm2'?" for x in ("smolm2", "SmolLM2", "smollm-2", "smol")},
+    **{x: f"cannot be '{x}': did you mean 'gemma3-270m'?" for x in ("gemma3", "Gemma", "gemma3-270")},
     **{x: rf"cannot be '{x}': did you mean load_demo_model\(\)" for x in ("demo", "Demo")},
 }
 

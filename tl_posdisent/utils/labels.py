@@ -29,5 +29,6 @@ def from_label(x: Any) -> Any:
         return x
     label = _LABEL.fullmatch(x)
     if label is None:
-        raise ArgumentError("heads", f'given as text must be labels such as "L16H0", got {brief(x)}')
+        several = ": give each head as a string of its own" if "," in x else ""
+        raise ArgumentError("heads", f'given as text must be labels such as "L16H0", got {brief(x)}{several}')
     return int(label[1]), int(label[2])

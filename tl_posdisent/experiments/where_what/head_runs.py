@@ -49,10 +49,10 @@ class HeadRuns:
 
     def costs(self) -> tuple[Cost, ...]:
         """Return what it costs to put every other key at each of ``CONSTANTS``."""
-        contribution, costs = self.divergences[MEAN].nanmean(1), []
+        costs = []
         for distance in CONSTANTS:
             kl, loss = (x[content_alone(distance)].nanmean(1) for x in (self.divergences, self.losses))
-            measured = (mean(x, self.n_predictions) for x in (kl, loss, kl - contribution))
+            measured = (mean(x, self.n_predictions) for x in (kl, loss))
             costs.append(Cost(float(distance), *(number.item() for estimate in measured for number in estimate)))
         return tuple(costs)
 

@@ -37,7 +37,6 @@ class Cost:
         distance: in positions.
         kl, kl_se: KL(unmodified ‖ changed), nats per predicted token, and its standard error over texts.
         loss, loss_se: change of the loss, nats per predicted token.
-        excess, excess_se: ``kl`` minus the head's contribution.
     """
 
     distance: float
@@ -45,16 +44,13 @@ class Cost:
     kl_se: float
     loss: float
     loss_se: float
-    excess: float
-    excess_se: float
 
 
-def needs_sentences(row: Row, costs: Sequence[Cost] | None = None) -> list[str]:
+def needs_sentences(row: Row) -> list[str]:
     """Say what a head's contribution depends on; the first sentence is the answer.
 
     Args:
         row: of the table of ``where_or_what``, also of a group. Estimated numbers are called so.
-        costs: raw costs with every other key at one distance; None to tell harm from the shares alone.
 
     >>> row = {"layer": 8, "head": 1, "contribution": 0.011, "where_part": 0.06, "what_part": 0.84, "neither_part": 0.1,
     ...        "joint": 0.02, "kept_distance": -0.4, "kept_content": 0.88, "kept_uniform": 0.1, "gate": 0.31,
@@ -65,7 +61,7 @@ def needs_sentences(row: Row, costs: Sequence[Cost] | None = None) -> list[str]:
     Distances alone keep none of it, content alone 88 ± 4 %, uniform attention 10 ± 4 %; its own attention to the ...
     Attention by the distance alone costs 0.015, more than the head contributes: wrong attention does harm.
     """
-    return [_answer(row), *_kept_shares(row), *_harm(row, costs)]
+    return [_answer(row), *_kept_shares(row), *_harm(row)]
 
 
 def looks_sentences(
@@ -177,10 +173,14 @@ def _group(row: Row) -> str:
 
 
 def _verdict(row: Row) -> str:
-    """Return the verdict, and what is open of an undecided head."""
-    if row["verdict"] != "undecided":
-        return str(row["verdict"])
-    return f"undecided, {row['open']}{'' if ' or ' in row['open'] else ' may decide'}"
+    """Return the verdict, what is open of an undecided head, and that *neither* is larger than *where* or *what*."""
+    verdict = str(row["verdict"])
+    if verdict == "undecided":
+        return f"undecided, {row['open']}{'' if ' or ' in row['open'] else ' may decide'}"
+    other = {"where": "what", "what": "where"}.get(verdict)
+    if other and row["neither_part"] > row[f"{verdict}_part"]:
+        return f"more {verdict} than {other}"
+    return verdict
 
 
 def _kept_shares(row: Row) -> list[str]:
@@ -199,19 +199,16 @@ def _kept_shares(row: Row) -> list[str]:
     ]
 
 
-def _harm(row: Row, costs: Sequence[Cost] | None) -> list[str]:
+def _harm(row: Row) -> list[str]:
     """Say which attention costs more than the head contributes."""
     if row["verdict"] == "not used":
         return []
     found: list[tuple[str, float]] = []
     if row["kept_distance"] + _ERRORS * row["kept_distance_se"] < 0:
         found.append(("attention by the distance alone", (1 - row["kept_distance"]) * row["contribution"]))
-    if costs is None and row["kept_content"] + _ERRORS * row["kept_content_se"] < 0:
+    if row["kept_content"] + _ERRORS * row["kept_content_se"] < 0:
         cost = (1 - row["kept_content"]) * row["contribution"]
         found.append((f"every other key at distance {row['content_distance']:g}", cost))
-    worst = max(costs or (), key=lambda cost: cost.kl, default=None)
-    if worst is not None and worst.excess > _ERRORS * worst.excess_se:
-        found.append((f"every other key at distance {worst.distance:g}", worst.kl))
     if not found:
         return []
     estimated = "" if row["measured"] == "run" else "an estimated "

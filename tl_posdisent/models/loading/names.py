@@ -13,9 +13,9 @@ NEEDED = "must be the folder of a model, or a model's name, got"
 
 
 def check_name(argument: str, name: str | Path, *, shell: bool = False) -> None:
-    """Refuse a path where there is no folder, and a misspelt ``smollm2`` or ``demo``: to look for either takes long.
+    """Refuse a path where there is no folder, and a misspelt or cut name of a packaged model: to look for it is slow.
 
-    No repository and no short name of TransformerLens is so near to these two; ``google/gemma-3-270m`` is near another.
+    No repository and no short name of TransformerLens is so near to these; ``google/gemma-3-270m`` is near another.
 
     Args:
         shell: the command line calls the demo model ``demo``, Python ``load_demo_model()``.
@@ -32,5 +32,7 @@ def check_name(argument: str, name: str | Path, *, shell: bool = False) -> None:
         home = ": write ~ as Path.home()" if path.startswith("~") else ""
         raise ArgumentError(argument, f"{NEEDED} {brief(name)}, where no folder is{home}")
     short = {"smollm2": "'smollm2'", "demo": "'demo'" if shell else "load_demo_model()"}
-    if near := difflib.get_close_matches(path.lower(), short, 1, 0.85):
-        raise ArgumentError(argument, f"cannot be {brief(path)}: did you mean {short[near[0]]}?")
+    begun = [repr(packaged) for packaged in PACKAGED if path and packaged.startswith(path.lower())]
+    near = [short[found] for found in difflib.get_close_matches(path.lower(), short, 1, 0.85)]
+    if meant := begun or near:
+        raise ArgumentError(argument, f"cannot be {brief(path)}: did you mean {meant[0]}?")
