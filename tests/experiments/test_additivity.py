@@ -18,8 +18,8 @@ from tl_posdisent.hooks import applied
 from tl_posdisent.models import read_model
 
 TOKENS = zoo.random_tokens(24)
-COLUMNS = ["batch", "layer", "head", "share_distance", "share_query", "share_key"]
-COLUMNS += ["r2", "r2_adjusted", "r_no_distance", "r", "r_held_out"]
+COLUMNS = ["batch", "layer", "head", "r2", "r2_adjusted", "r_no_distance", "r_held_out", "share_query"]
+COLUMNS += ["r", "share_distance", "share_key"]
 
 
 def table_of(model: Any, tokens: Tensor = TOKENS, **more: Any) -> pd.DataFrame:

@@ -188,7 +188,7 @@ def test_what_is_not_there_is_nan() -> None:
 
 def test_table() -> None:
     table = subspace_patterns_qk(*draw("partial"), DISTANCES, scale=SCALE)
-    assert table.columns[:5].tolist() == ["head", "subspace", "frequency", "wavelength", "turn"]
+    assert table.columns[:4].tolist() == ["head", "subspace", "frequency", "turn"]
     assert len(table) == 2 * 5
     assert table["wavelength"].tolist()[3:5] == [math.inf] * 2
     assert not table[table["subspace"] < 3].isna().any().any()

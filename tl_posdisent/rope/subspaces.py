@@ -15,7 +15,7 @@ from tl_posdisent.rope.factorial_variance_decomposition import (
 )
 from tl_posdisent.rope.moments import Moments, Spread, check_distances, chunks, spread_of, total
 from tl_posdisent.rope.rotary import Rotary, to_complex
-from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.tables import index_columns, with_ends
 from tl_posdisent.utils.tensor_checks import Numbers
 
 
@@ -42,7 +42,7 @@ def subspace_patterns_qk(
         rotate follow, two by two, at frequency 0; which two make a pair is arbitrary, so their phases
         and concentrations are NaN.
 
-        * ``head``, ``subspace``, ``frequency`` (θ, radians per position), ``wavelength``;
+        * ``head``, ``subspace``, ``frequency`` (θ, radians per position), ``wavelength``, the last column but one;
         * ``turn``: standard deviation of ``exp(i θ_c d)`` over the distances, 0 … 1;
         * ``query_…`` and ``key_size`` (mean of ``|z|``), ``variation`` (standard deviation of ``|z|`` over its mean),
           ``phase`` (``arg E[z]``, radians) and ``concentration`` (``|E[z]| / E[|z|]``, 0 … 1);
@@ -88,7 +88,8 @@ def subspace_patterns_qk(
     of_all = {"frequency": theta, "wavelength": 2 * torch.pi / theta, "turn": _turn(moments, distances, n)}
     index = {**index_columns((heads,), repeat=n), "subspace": [*range(n)] * heads}
     index |= {name: x.tolist() * heads for name, x in of_all.items()}
-    return pd.DataFrame({**index, **{name: x.flatten().tolist() for name, x in columns.items()}})
+    table = pd.DataFrame({**index, **{name: x.flatten().tolist() for name, x in columns.items()}})
+    return with_ends(table, (), ["key_concentration", "wavelength", "distance"])
 
 
 def _side(x: Tensor, vectors: Spread, rotary: Rotary) -> dict[str, Float64[Tensor, "head subspace"]]:

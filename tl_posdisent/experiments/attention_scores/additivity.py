@@ -70,11 +70,11 @@ def additivity(
         progress: show a progress bar.
 
     Returns:
-        One row per text (unless pooled), layer and head: ``batch``, ``layer``, ``head``, ``share_distance``,
-        ``share_query``, ``share_key``, the share of the scores' variance that each component explains alone, ``r2``,
-        ``r2_adjusted``, and ``r`` (see ``AdditiveFit``). Unless pooled, also ``r_no_distance``, r of the query and
-        key component alone, and with two or more texts ``r_held_out``: r with the distance profile that was fitted to
-        the *other* texts, and the text's own query and key component; 0 where that profile is worse than a constant.
+        One row per text (unless pooled), layer and head: ``batch``, ``layer``, ``head``, ``r2``, ``r2_adjusted``,
+        ``share_query``, ``r``, ``share_distance`` and ``share_key`` (see ``AdditiveFit``): a share is that of the
+        scores' variance which a component explains alone. Unless pooled, also ``r_no_distance``, r of the query and key
+        component alone, and with two or more texts ``r_held_out``: r with the distance profile that was fitted to the
+        *other* texts, and the text's own query and key component; 0 where that profile is worse than a constant.
         Both are NaN where r is. For a text that is longer than all others, it is r over the pairs at a distance that
         another text has, too. Of
         these numbers ``r_held_out`` separates trained from random weights most clearly (docs/results.md): a deep random
@@ -115,7 +115,8 @@ def additivity(
         tables = {name: _table([parts[name] for parts in sums], chosen, pool) for name in ("own", *controls)}
     _warn_of_exact_fits(tables["own"], texts)
     table = join_controls(tables) if controls else tables["own"]
-    return reading.note(with_ends(table, (), ["r2", "r2_adjusted", "r_no_distance", "r", "r_held_out"]))
+    last = ["r2", "r2_adjusted", "r_no_distance", "r_held_out", "share_query", "r", "share_distance", "share_key"]
+    return reading.note(with_ends(table, (), last))
 
 
 def _check_mask(mask: Any, length: int) -> None:

@@ -22,7 +22,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.running.model_parts import device_of
 from tl_posdisent.models.running.texts import Texts, Tokens, read_texts, special_id
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.tables import HEAD
+from tl_posdisent.utils.tables import HEAD, with_ends
 from tl_posdisent.utils.validation import check_integer, check_seed, check_seeds, listed
 
 SEQUENCE_TOKENS = 50  # length of the random sequence that is repeated, if the vocabulary and the context allow it
@@ -169,7 +169,7 @@ def labelled(trained: pd.DataFrame, random: pd.DataFrame | None) -> pd.DataFrame
     columns = {"label": pd.Series(labels, index=own.index, dtype="object")}
     for name in _MEASURES:
         columns |= {name: own[name]} | ({} if chance is None else {f"{name}_random": chance[name]})
-    return pd.DataFrame(columns).reset_index()
+    return with_ends(pd.DataFrame(columns).reset_index(), (), ["previous_token", "induction"])
 
 
 def _add_means(

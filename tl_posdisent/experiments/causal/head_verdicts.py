@@ -74,9 +74,9 @@ def head_verdicts(
         ``between``, for undecided heads ``simplest`` and ``at_most`` in words (``"distance+sink and more than
         static"``), empty if decided, or if the table has no rung to name; ``simplest`` and ``at_most``, the simplest
         rung that may suffice and the simplest that does (``"uniform"`` without effect, ``"mean_output"`` for a head
-        that is not used, ``"untouched"`` if no rung does); ``recovered`` by ``simplest``, ``se``, ``causal``;
-        ``gap_mean``, the divergence of the mean output in nats per token (NaN without that row), and ``error_mean``,
-        its standard error; ``gap``, ``error``, the same under uniform attention.
+        that is not used, ``"untouched"`` if no rung does); ``causal``; ``gap_mean``, the divergence of
+        the mean output in nats per token (NaN without that row), and ``error_mean``, its standard error; ``recovered``
+        by ``simplest``, behind its standard error ``se``; ``gap``, ``error``, as ``gap_mean`` under uniform attention.
 
     Raises:
         ValueError: a table without the columns or rows of ``attention_ladder``; a ladder with ``metric``; an option out
@@ -99,11 +99,15 @@ def head_verdicts(
     rows = []
     for (layer, head), by_rung in _by_head(table).items():
         simplest, at_most = _suffices(by_rung, share, negligible, confidence)
-        of_simplest = (by_rung[simplest][name] for name in ("recovered_kl", "se_kl", "causal"))
-        ends = (by_rung.get(x, {}).get(name, nan) for x in (MEAN, "uniform") for name in ("gap", "error_kl"))
-        rows.append((layer, head, *_name(by_rung, simplest, at_most), simplest, at_most, *of_simplest, *ends))
-    columns = ["layer", "head", "verdict", "between", "simplest", "at_most", "recovered", "se", "causal"]
-    columns += ["gap_mean", "error_mean", "gap", "error"]
+        of_simplest = (by_rung[simplest][name] for name in ("se_kl", "recovered_kl"))
+        of_mean, of_uniform = (
+            [by_rung.get(x, {}).get(name, nan) for name in ("gap", "error_kl")] for x in (MEAN, "uniform")
+        )
+        causal = by_rung[simplest]["causal"]
+        named = (*_name(by_rung, simplest, at_most), simplest, at_most, causal)
+        rows.append((layer, head, *named, *of_mean, *of_simplest, *of_uniform))
+    columns = ["layer", "head", "verdict", "between", "simplest", "at_most", "causal", "gap_mean", "error_mean"]
+    columns += ["se", "recovered", "gap", "error"]
     types: dict[str, Any] = {"layer": "Int64", "head": "Int64", "recovered": float, "se": float, "causal": bool}
     return pd.DataFrame(rows, columns=columns).astype(types)
 

@@ -85,8 +85,9 @@ class HeadExample:
         else:
             begin = f"By content, averaged over distances, it prefers {other} by {_signed(-self.content, plus=False)}"
         total = self.content + self.distance + self.rest
+        named = self._key(self.key) if key == self.words[self.other] else repr(key)
         return (
-            f"{begin}; the distance adds {_signed(self.distance)} for {key!r} and what depends on both "
+            f"{begin}; the distance adds {_signed(self.distance)} for {named} and what depends on both "
             f"{_signed(self.rest)}, together {_signed(total)}."
         )
 
