@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from support.printed_tables import printed
 from support.public import public_names
 from support.public_calls import call, callables, model_for, synthetic
 
@@ -83,18 +84,6 @@ OTHERWISE: dict[str, Callable[[], Any]] = {
     "DepositReport": lambda: deposit(call(tp.synthetic.head_drops, synthetic())),
     "subspace_patterns_qk": lambda: call(tp.rope.subspace_patterns_qk),
 }
-
-
-def printed(table: pd.DataFrame) -> set[str]:
-    """The columns that ``print`` shows in a script, at 80 columns."""
-    with pd.option_context("display.max_columns", 0, "display.width", 80, "display.max_rows", 6):
-        return {*repr(pd.DataFrame(table)).splitlines()[0].split()}
-
-
-@pytest.fixture(autouse=True)
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pandas reads the width of the terminal."""
-    monkeypatch.setenv("COLUMNS", "80")
 
 
 @pytest.mark.usefixtures("unchecked")
