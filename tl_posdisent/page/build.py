@@ -53,8 +53,8 @@ def report(
         text: ids ``[batch, pos]``; or, if the model has a tokenizer, a string, or a list of strings of one length in
             tokens.
         path: file to write, ending in .html. Missing folders are created.
-        after: another model of the same architecture, such as the model after fine-tuning. A section says which heads
-            changed (``compare_heads``).
+        after: another model of the same architecture, such as the model after fine-tuning. One more section says
+            which heads changed (``compare_heads``), whatever ``sections`` are.
         layers: default all.
         heads: integers (in each layer), pairs ``(layer, head)`` or labels ``"L3H4"``; default all.
         sections: which of ``"where_or_what"``, ``"additivity"``, ``"distance"``, ``"shares"``, ``"labels"``,
