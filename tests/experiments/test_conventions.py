@@ -203,6 +203,15 @@ def test_forms_of_one_head(name: str, shared_reading: Any) -> None:
         same(OF_ONE_HEAD[name](reading, form), expected)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("head", ["L9H2", "L1H99", (0, 1)])
+def test_a_head_without_an_intervention_is_no_part_of_a_list(head: Any, shared_reading: Any) -> None:
+    """A misspelt head would read as one without effect."""
+    hooks = tp.dummy_distance(shared_reading("bridge", "llama-gqa"), 3, layers=[1])
+    with pytest.raises(ValueError, match=r"^heads must be some of those of dummy_distance\(3\) on .*, got L\d"):
+        hooks.only("L1H2", head)
+
+
 def test_no_function_takes_one_head_as_two_arguments() -> None:
     """Except of a fit: an index on its axis of heads, and the layer of a title."""
     functions = {name: inspect.signature(x).parameters for name, x in public_names().items() if inspect.isfunction(x)}

@@ -350,6 +350,7 @@ def test_what_is_kept_is_told() -> None:
     )
     assert "(joint −0.50 ± 0.02: either position or content serves)" in needs_sentences(ROW | {"joint": -0.5})[1]
     assert "joint" not in needs_sentences(ROW | {"joint": 0.03})[1]
+    assert "joint" not in needs_sentences(ROW | {"joint": 0.2}, df=1)[1]  # two texts: a t-interval of 12.7 errors
     assert needs_sentences(ROW | {"verdict": "not used"}) == [needs_sentences(ROW | {"verdict": "not used"})[0]]
 
 
@@ -358,6 +359,7 @@ def test_harm_is_told_where_a_cost_exceeds_the_contribution() -> None:
         "Attention by the distance alone costs 0.02 and every other key at distance 5 costs 0.18, each more than the "
         "head contributes: wrong attention does harm."
     ]
+    assert needs_sentences(ROW, df=1)[2:] == []
     harmless = ROW | {"kept_distance": -0.1}
     assert needs_sentences(harmless)[2:] == []
     assert needs_sentences(harmless | {"kept_content": -1.0})[2:] == [

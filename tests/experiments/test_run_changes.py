@@ -72,7 +72,7 @@ def test_values_are_those_of_each_text_and_change_alone(
     for change, change_hooks in hooks.items():
         for n, item in enumerate(ITEMS):
             for row, text in enumerate(texts.unpadded()):
-                losses, divergences = alone(reading.model, text, change_hooks.only(*pairs(item)))
+                losses, divergences = alone(reading.model, text, change_hooks.of_heads(pairs(item)))
                 assert found[change][n, row] == pytest.approx(divergences.mean().item(), rel=1e-4, abs=2e-6)
                 own = tokens[change][n, row]
                 torch.testing.assert_close(own[: len(losses), 0], losses, rtol=1e-4, atol=1e-5)
@@ -115,7 +115,7 @@ def test_a_run_that_fails_fails_alone(shared_reading: Any) -> None:
     def failing(rows: list[int], heads: Any) -> Any:
         if (1, 3) in heads:
             raise ValueError("no such head")
-        return zero.only(*heads)
+        return zero.of_heads(heads)
 
     found = run_changes(reading, texts, {"zero": zero, "failing": failing}, [(0, 1), (1, 3)])
     assert found["failing"][1].isnan().all()

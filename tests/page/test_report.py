@@ -273,7 +273,7 @@ def test_a_panel_begins_with_the_description_of_its_head(made: tuple[Any, Docume
     rows = {row["head"]: row for row in document.rows("atlas")}
     for row, label in zip(needs.to_dict("records"), labels(needs), strict=True):
         says = document.data["atlas-data"]["panels"][label]["says"]
-        expected = [*map(unbroken, needs_sentences(row))]
+        expected = [*map(unbroken, needs_sentences(row, needs.attrs["df"]))]
         assert says[: len(expected)] == expected
         assert says[0].startswith(f"{label} contributes ")
         (variance,) = [sentence for sentence in says if sentence.startswith("Of the variance of its scores")]

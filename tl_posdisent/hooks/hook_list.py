@@ -91,12 +91,19 @@ class Hooks(list[Any]):
         """Return the interventions on these heads, labels or pairs ``(layer, head)``, alone, without your own hooks.
 
         Raises:
-            ValueError: neither a label nor a pair of integers.
+            ValueError: neither a label nor a pair of integers; a head that has no intervention.
         """
         for head in heads:
             if not _is_one(head):
                 raise ArgumentError("heads", f'must be labels such as "L8H1" or pairs (layer, head), got {shown(head)}')
-        kept = set(map(from_label, heads))
+        kept = [from_label(head) for head in heads]
+        if missing := [head_label(*head) for head in kept if head not in self.records]:
+            raise ArgumentError("heads", f"must be some of those of {self!r}, got {', '.join(missing)}")
+        return self.of_heads(kept)
+
+    def of_heads(self, heads: Iterable[Head]) -> Hooks:
+        """Return the interventions on these heads alone, which may have none."""
+        kept = {*heads}
         return Hooks(
             self.specs.values(), {head: x for head, x in self.records.items() if head in kept}, calls=self._by_call()
         )

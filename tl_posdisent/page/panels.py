@@ -152,7 +152,7 @@ def describe_heads(measured: Mapping[str, Measured], attention: pd.DataFrame) ->
     said = {}
     for place in {**needs, **looks}:
         need, look, chance = needs.get(place), looks.get(place), random.get(place[0])
-        sentences = [] if need is None else needs_sentences(need)
+        sentences = [] if need is None else needs_sentences(need, tables["where_or_what"].attrs["df"])
         if look is not None:
             first = first_token_share(of_first[place]) if place in of_first else None
             profile = frequent_distances(profiles[place]) if place in profiles else None

@@ -208,7 +208,7 @@ def _restricted(named: Mapping[str, Sequence[Hook]], chosen: Chosen) -> dict[str
                 f'the texts of a batch, or mode "resample", for {name!r}: intervention_losses runs the model under any '
                 "hooks",
             )
-        restricted[name] = hooks.only(*pairs_of(chosen))
+        restricted[name] = hooks.of_heads(pairs_of(chosen))
         if not restricted[name].pairs:
             raise ArgumentError("interventions", f"must act on the chosen heads, got {shown(hooks)} for {name!r}")
     return restricted

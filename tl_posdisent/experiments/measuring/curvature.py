@@ -169,7 +169,7 @@ def _looked(
 
     try:
         for layers in [[layer] for layer in run.z] if run.before else [list(run.z)]:
-            own = hooks.only(*(head for head in heads if head[0] in layers))
+            own = hooks.of_heads(head for head in heads if head[0] in layers)
             z = {layer: run.z[layer] for layer in layers}
             look(p, run.tokens, own, z, see, run.before.get(layers[0]))
     except ValueError as error:

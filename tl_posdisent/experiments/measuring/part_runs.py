@@ -138,7 +138,7 @@ class PartRuns:
     def _base_hooks(self, rows: list[int], first: int = 0, last: float = inf) -> Hooks:
         """Return the hooks that are in force in all runs, of some layers."""
         hooks = Hooks([]) if self.base is None else self.base(rows)
-        return hooks.only(*(pair for pair in hooks.pairs if first <= pair[0] <= last))
+        return hooks.of_heads(pair for pair in hooks.pairs if first <= pair[0] <= last)
 
     def of_jobs(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Run]]:
         """Yield the run of each job: for some names at a time, layer by layer."""
@@ -194,7 +194,7 @@ class PartRuns:
         """Return the hooks of a change for some heads in a group of texts."""
         change = self.changes[name]
         if isinstance(change, Hooks):
-            return change.only(*heads)
+            return change.of_heads(heads)
         return change(self._rows(group), list(heads))
 
     def _of_layer(

@@ -58,7 +58,7 @@ class HeadDescription(HasTable):
     @property
     def answer(self) -> str:
         """The answer in one sentence."""
-        return needs_sentences(self._row)[0]
+        return needs_sentences(self._row, self.needs.attrs["df"])[0]
 
     @property
     def _row(self) -> dict[Any, Any]:
@@ -67,7 +67,7 @@ class HeadDescription(HasTable):
 
     def sections(self) -> dict[str, list[str]]:
         """Return all sentences but the answer, by part: ``needs``, ``looks`` and ``why``."""
-        _, *needs = needs_sentences(self._row)
+        _, *needs = needs_sentences(self._row, self.needs.attrs["df"])
         differs = disagreement_sentence(self._row, self.looks.shares, self.looks.random)
         return {
             "needs": [*needs, _costs_in_words(self.costs), *hooks_sentences(self.needs)],

@@ -142,7 +142,9 @@ def table_of(index: pd.DataFrame, measured: Measured, negligible: float) -> pd.D
     over_texts = _with_estimates(index, replace(measured, off={}))
     table = table.join(verdicts(table, over_texts, df, negligible))
     first = [*index, "contribution", "contribution_se"]
-    return with_ends(table, first, [*(f"{name}_se" for name in PARTS), PARTS[-1], *PARTS[:-1], "verdict"])
+    table = with_ends(table, first, [*(f"{name}_se" for name in PARTS), PARTS[-1], *PARTS[:-1], "verdict"])
+    table.attrs["df"] = df
+    return table
 
 
 def _with_estimates(index: pd.DataFrame, measured: Measured) -> pd.DataFrame:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import floor, isfinite, log10, nan
+from math import floor, inf, isfinite, log10, nan
 from typing import Any, Final, Literal
 
 import pandas as pd
 
+from tl_posdisent.experiments.where_what.verdicts import CONFIDENCE
+from tl_posdisent.utils.statistics import significance
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.utils.words import plural
 
@@ -17,7 +19,6 @@ Row = Mapping[Any, Any] | pd.Series
 
 CLEAR: Final = 0.1
 """A share of variance by which one component has to exceed the other, so that scores look like *where* or *what*."""
-_ERRORS: Final = 2.0  # standard errors by which a cost has to exceed the contribution
 _NEEDS: Final = {
     "where": "its contribution depends on where keys are",
     "what": "its contribution depends on what keys are",
@@ -46,11 +47,12 @@ class Cost:
     loss_se: float
 
 
-def needs_sentences(row: Row) -> list[str]:
+def needs_sentences(row: Row, df: float = inf) -> list[str]:
     """Say what a head's contribution depends on; the first sentence is the answer.
 
     Args:
         row: of the table of ``where_or_what``, also of a group. Estimated numbers are called so.
+        df: degrees of freedom of its errors (``table.attrs["df"]``).
 
     >>> row = {"layer": 8, "head": 1, "contribution": 0.011, "where_part": 0.06, "what_part": 0.84, "neither_part": 0.1,
     ...        "joint": 0.02, "kept_distance": -0.4, "kept_content": 0.88, "kept_uniform": 0.1, "gate": 0.31,
@@ -61,7 +63,7 @@ def needs_sentences(row: Row) -> list[str]:
     Distances alone keep none of it, content alone 88 ± 4 %, uniform attention 10 ± 4 %; its own attention to the ...
     Attention by the distance alone costs 0.015, more than the head contributes: wrong attention does harm.
     """
-    return [_answer(row), *_kept_shares(row), *_harm(row)]
+    return [_answer(row), *_kept_shares(row, df), *_harm(row, df)]
 
 
 def looks_sentences(
@@ -183,7 +185,7 @@ def _verdict(row: Row) -> str:
     return verdict
 
 
-def _kept_shares(row: Row) -> list[str]:
+def _kept_shares(row: Row, df: float) -> list[str]:
     """Say what is kept under each replacement, and whether position and content are needed together."""
     if row["verdict"] == "not used":
         return []
@@ -192,21 +194,23 @@ def _kept_shares(row: Row) -> list[str]:
     )
     joint, error = row["joint"], row["joint_se"]
     together = "position and content are needed together" if joint > 0 else "either position or content serves"
-    said = f" (joint {joint:.2f} ± {error:.2f}: {together})" if abs(joint) > _ERRORS * error else ""
+    sure = significance(abs(joint), error, df) >= CONFIDENCE
+    said = f" (joint {joint:.2f} ± {error:.2f}: {together})" if sure else ""
     return [
         f"Distances alone keep {distance} of it, content alone {content}, uniform attention {uniform}{said}; its own "
         f"attention to the first token and uniform attention to the rest keep {gate}.".replace("-", "−")
     ]
 
 
-def _harm(row: Row) -> list[str]:
+def _harm(row: Row, df: float) -> list[str]:
     """Say which attention costs more than the head contributes."""
     if row["verdict"] == "not used":
         return []
     found: list[tuple[str, float]] = []
-    if row["kept_distance"] + _ERRORS * row["kept_distance_se"] < 0:
+    surely = {x: significance(-row[x], row[f"{x}_se"], df) >= CONFIDENCE for x in ("kept_distance", "kept_content")}
+    if surely["kept_distance"]:
         found.append(("attention by the distance alone", (1 - row["kept_distance"]) * row["contribution"]))
-    if row["kept_content"] + _ERRORS * row["kept_content_se"] < 0:
+    if surely["kept_content"]:
         cost = (1 - row["kept_content"]) * row["contribution"]
         found.append((f"every other key at distance {row['content_distance']:g}", cost))
     if not found:

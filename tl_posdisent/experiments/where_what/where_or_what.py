@@ -132,7 +132,8 @@ def where_or_what(
 
         The table shows its sentence before its rows: ``attrs["statement"]``, the parts of the sum of all contributions,
         each head alone (``attrs["parts"]`` as numbers), and the counts of verdicts, which ``attrs["answer"]`` does not
-        have. ``attrs["passes"]`` is the cost in forward passes of all measured texts; a backward pass counts as two.
+        have. ``attrs["df"]`` is the number of degrees of freedom of the errors, ``attrs["passes"]`` the cost in
+        forward passes of all measured texts; a backward pass counts as two.
 
     Raises:
         ValueError: fewer than two texts; ``heldout`` that is longer than all ``tokens``; layers without RoPE, or whose
@@ -167,8 +168,9 @@ def where_or_what(
         subject = ModelToMeasure(reading, of_folds, block_facts(p))
         (runs,), places, n = measure([subject], pairs, to_run, draws=draws, seed=seed, progress=progress)
     found = from_estimates(pairs, reading.n_layers, runs.estimated, runs.measured, places, n)
-    table = HeadTable(table_of(pd.DataFrame(pairs, columns=["layer", "head"]), found, negligible))
-    reading.note(table)
+    rows = table_of(pd.DataFrame(pairs, columns=["layer", "head"]), found, negligible)
+    table = HeadTable(rows)
+    table.attrs |= reading.note(rows).attrs
     parts, counts_of_verdicts = parts_sentence(table, found, texts.lengths), verdict_counts(table)
     more = [*estimates_sentences(pairs, found.ratios.tolist()), *hooks_sentences(table)]
     table.attrs["statement"] = " ".join([parts, counts_of_verdicts, *more])
@@ -200,8 +202,9 @@ def _of_groups(
             items, subject = [*by_name.values()], ModelToMeasure(reading, of_folds, block_facts(p))
             measured, n_predictions = run_heads(subject, items, bar=bar)
     named = {"group": [*by_name], "heads": [", ".join(head_label(*pair) for pair in pairs) for pairs in items]}
-    table = HeadTable(table_of(pd.DataFrame(named), from_runs(measured, n_predictions), negligible))
-    reading.note(table)
+    rows = table_of(pd.DataFrame(named), from_runs(measured, n_predictions), negligible)
+    table = HeadTable(rows)
+    table.attrs |= reading.note(rows).attrs
     table.attrs["statement"] = " ".join([groups_statement(table, texts.lengths), *hooks_sentences(table)])
     table.attrs["passes"] = sum(counts) / sum(texts.lengths) / reading.n_layers
     return table
