@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tl_posdisent.models.capture import of_heads
 from tl_posdisent.models.reading.spec import AttentionSpec
 
 _EXACT = 1e-5  # a weight of attention in float32; the softmax of scores that differ by hundreds is less exact
@@ -31,7 +32,7 @@ class EditedRows:
     @torch.no_grad()
     def check(self, spec: AttentionSpec, pattern: Float[Tensor, "batch all_heads query key"]) -> None:
         """Raise unless the pattern is the softmax of the edited scores, times what a learned sink leaves."""
-        shown = _rows_of(_of_heads(pattern, self.heads), self.rows)
+        shown = _rows_of(of_heads(pattern.detach(), self.heads), self.rows)
         shown = shown.to(torch.promote_types(shown.dtype, torch.float32))
         weights = self.scores.to(shown.dtype).softmax(-1).nan_to_num(0.0)  # a query without keys is padding
         expected = weights * shown.sum(-1, keepdim=True)
@@ -52,7 +53,7 @@ def edited_rows(
     every: bool,
 ) -> EditedRows:
     """Choose for each text and head a query whose scores were edited: the last, if they were; or take ``every`` one."""
-    before, after = (_of_heads(x, heads) for x in (scores, new))
+    before, after = (of_heads(x.detach(), heads) for x in (scores, new))
     slots = torch.arange(scores.shape[-2], device=scores.device)
     if every:
         rows = slots.expand(*after.shape[:2], -1)
@@ -61,11 +62,6 @@ def edited_rows(
     else:
         rows = ((after != before).any(-1) * slots).amax(-1, keepdim=True)
     return EditedRows(heads, rows, _rows_of(after, rows))
-
-
-def _of_heads(x: Float[Tensor, "batch all_heads query key"], heads: Sequence[int]) -> Tensor:
-    x = x.detach()
-    return x if x.shape[1] == len(heads) else x[:, list(heads)]
 
 
 def _rows_of(

@@ -24,6 +24,7 @@ from tl_posdisent.models.agreement import (
     product_rounding,
     real_tokens,
 )
+from tl_posdisent.models.capture import of_heads
 from tl_posdisent.models.patterns import masked_softmax
 from tl_posdisent.models.reading.query_key_hooks import Tap
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -219,18 +220,18 @@ class LayerHook:
             vectors = vectors or self._queries_and_keys()
             own = vectors.of_heads(spec, self.recomputed).wide().rotated(spec)
             rounding = product_rounding(spec, *own, scores.dtype, vectors.q.dtype)
-            rest = own.add_product(spec, _of_heads(scores, self.recomputed).to(own.q.dtype, copy=True), -1)
+            rest = own.add_product(spec, of_heads(scores, self.recomputed).to(own.q.dtype, copy=True), -1)
             hidden = check_product(spec, rest, rounding)
         else:
-            hidden = spec.is_masked(_of_heads(scores, self.heads))
+            hidden = spec.is_masked(of_heads(scores, self.heads))
         groups: dict[object, list[int]] = {}
         for head in self.heads:
             groups.setdefault(self.records[head].key, []).append(head)
         new = scores
         for heads in groups.values():
             at = [self.heads.index(head) for head in heads]
-            beyond = None if rest is None else _of_heads(rest, at)
-            changed = self._of_group(heads, _of_heads(scores, heads), beyond, _of_heads(hidden, at), vectors)
+            beyond = None if rest is None else of_heads(rest, at)
+            changed = self._of_group(heads, of_heads(scores, heads), beyond, of_heads(hidden, at), vectors)
             new = _with_heads(new, heads, changed, own=new is not scores)
         return new
 
@@ -401,10 +402,6 @@ class LayerHook:
             at = torch.tensor(heads, device=z.device)
             new = new.index_copy(2, at, edit.of(self.spec.layer, heads, new[:, :, at]).to(z.dtype))
         return new.reshape(z.shape)
-
-
-def _of_heads(scores: Scores, heads: Sequence[int]) -> Float[Tensor, "batch _ query key"]:
-    return scores if [*heads] == [*range(scores.shape[1])] else scores[:, list(heads)]
 
 
 def _with_heads(scores: Scores, heads: Sequence[int], new: Tensor, *, own: bool) -> Scores:
